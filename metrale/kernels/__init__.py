@@ -1,0 +1,1 @@
+"""Operator tables and, one operator a file, the kernels behind them."""

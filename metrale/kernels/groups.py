@@ -1,0 +1,79 @@
+"""Row groups: what an operator must know of the sequences behind the rows that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class HostGroup(NamedTuple):
+    """One sequence's rows, as integers on the host.
+
+    `first_row` counts from the first row of the group's class (0 for the first group).
+    """
+
+    slot: int
+    start: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The row groups of one row class in one step, in slot order.
+
+    | field | shape, dtype | meaning |
+    | --- | --- | --- |
+    | slots | [N] int32 | recurrent-state slot of each group |
+    | starts | [N] int32 | absolute position of the group's first row = rows committed before the step |
+    | cu_rows | [N + 1] int32 | running sum of rows, from 0 |
+    | page_table | [N, max_pages] int32 | position p lies in page `page_table[n, p // P]` at offset `p % P` |
+    | host | N tuples | slots, starts and row ranges again, for launchers and oracles |
+    """
+
+    slots: Tensor
+    starts: Tensor
+    cu_rows: Tensor
+    page_table: Tensor
+    host: tuple[HostGroup, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.host)
+
+    @property
+    def num_rows(self) -> int:
+        return self.host[-1].first_row + self.host[-1].num_rows if self.host else 0
+
+    @staticmethod
+    def of(slots_starts_rows: Sequence[tuple[int, int, int]], page_table: Tensor) -> Groups:
+        """Groups from (slot, start, num_rows) triples in slot order and their page table [N, max_pages]."""
+        host = []
+        cu = [0]
+        for slot, start, num_rows in slots_starts_rows:
+            host.append(HostGroup(slot, start, cu[-1], num_rows))
+            cu.append(cu[-1] + num_rows)
+        n = len(host)
+        # One transfer for all three index tensors.
+        packed = torch.tensor(
+            [g.slot for g in host] + [g.start for g in host] + cu, dtype=torch.int32, device=page_table.device
+        )
+        return Groups(packed[:n], packed[n : 2 * n], packed[2 * n :], page_table, tuple(host))
+
+    @staticmethod
+    def build(
+        slots_starts_rows: Sequence[tuple[int, int, int]],
+        pages: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> Groups:
+        """`of` with one page list a group instead of a table."""
+        width = max((len(p) for p in pages), default=0)
+        table = [[*p, *[0] * (width - len(p))] for p in pages]
+        return Groups.of(
+            slots_starts_rows,
+            torch.tensor(table, dtype=torch.int32, device=device).reshape(len(table), width),
+        )

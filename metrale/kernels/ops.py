@@ -1,0 +1,35 @@
+"""Ops: the table of operators that a backend hands to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One backend's operators. `metrale/reference/<name>.py` is the definition of each.
+
+    `name` is the backend's public name. `activation_dtypes` lists the activation dtypes that the operators
+    compute in, the default first. A row's bits never depend on which rows stand beside it.
+    """
+
+    name: str
+    activation_dtypes: tuple[torch.dtype, ...]
+    keeps_weight_dtype: bool
+    linear: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_rms_norm: Callable[..., Tensor]
+    conv_verify: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    conv_prefill: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+    gdn_verify: Callable[..., Tensor]
+    gdn_chunk: Callable[..., Tensor]
+    rotary_store: Callable[..., Tensor]
+    attention_verify: Callable[..., Tensor]
+    attention_prefill: Callable[..., Tensor]
+    moe: Callable[..., Tensor]
+    masked_argmax: Callable[..., Tensor]
+    gumbel: Callable[..., Tensor]
