@@ -1,0 +1,1 @@
+"""Slots, pages and the pool of recurrent state."""
