@@ -1,0 +1,79 @@
+"""`attention_verify` and `attention_prefill` as one C kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metrale.kernels.groups import Groups
+from metrale.native.build import Kernel
+from metrale.native.checks import describe, refuse, refuse_tensors
+
+_kernel = Kernel("attention", "q" * 17)
+
+
+def attention_verify(
+    q: Tensor, projected: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups
+) -> Tensor:
+    """Attention of generated rows over their sequence's pages, times the sigmoid of the gate.
+
+    | tensor | shape | dtype | dir | meaning |
+    | --- | --- | --- | --- | --- |
+    | q | [T, H, dh] | float32 | in | from `rotary_store` |
+    | projected | [T, 2 H dh + 2 Hkv dh] | float32 | in | its gates |
+    | k_cache, v_cache | [pages, P, Hkv, dh] | float32 | in | one layer's pages, this step's rows stored |
+    | groups | | | in | row i of a group stands at start + i and sees positions 0 .. start + i |
+    | result | [T, H dh] | float32 | out | |
+
+    Keys are walked in blocks of 64 from position 0 with an online softmax; scores are scaled by dh^-1/2.
+
+    Requires: contiguous tensors; pages of every position up to a group's last row.
+    Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax.
+    """
+    num_rows, num_heads, dim = q.shape
+    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    width = projected.shape[1]
+    tensors = (q, projected, k_cache, v_cache)
+    if (
+        num_heads % num_kv_heads
+        or k_cache.shape[3] != dim
+        or v_cache.shape != k_cache.shape
+        or projected.shape != (num_rows, 2 * dim * (num_heads + num_kv_heads))
+        or not all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
+    ):
+        raise refuse_tensors("attention", q=q, projected=projected, k_cache=k_cache, v_cache=v_cache)
+    if groups.num_rows != num_rows:
+        raise refuse("attention", "groups", f"{num_rows} rows as q has", groups.num_rows)
+    pages = groups.page_table
+    if pages.dtype is not torch.int32 or not pages.is_contiguous():
+        raise refuse("attention", "groups.page_table", "contiguous int32", describe(pages))
+    out = torch.empty(num_rows, num_heads * dim)
+    arguments = _kernel.pack(
+        q.data_ptr(),
+        projected.data_ptr(),
+        width,
+        num_heads,
+        num_kv_heads,
+        dim,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        num_pages,
+        page_size,
+        len(groups.host),
+        groups.slots.data_ptr(),
+        groups.starts.data_ptr(),
+        groups.cu_rows.data_ptr(),
+        pages.data_ptr(),
+        pages.shape[1],
+        out.data_ptr(),
+    )
+    if status := _kernel.run(arguments):
+        raise _kernel.fail(status)
+    return out
+
+
+def attention_prefill(
+    q: Tensor, projected: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups
+) -> Tensor:
+    """`attention_verify` for prompt rows: the same contract and, on this backend, the same arithmetic."""
+    return attention_verify(q, projected, k_cache, v_cache, groups)
