@@ -1,0 +1,1 @@
+"""What a request may ask of a pick, and the pick itself."""
