@@ -1,0 +1,1 @@
+"""Drafters behind one protocol: propose, commit, release."""
