@@ -1,0 +1,1 @@
+"""From requests to results: engine, public API, tokenizer, text."""

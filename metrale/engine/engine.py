@@ -1,0 +1,222 @@
+"""The engine: requests in, events out, one step at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+
+from metrale.config import DEFAULT_KV_CACHE_BYTES, EngineConfig
+from metrale.core import Sequence, SequenceKey, StepPlan
+from metrale.drafters.base import Drafter
+from metrale.drafters.mtp import MtpDrafter
+from metrale.drafters.ngram_drafter import NgramDrafter
+from metrale.engine.backends import backend_ops
+from metrale.engine.stop_text import StopText
+from metrale.engine.tokenizer import Tokenizer
+from metrale.errors import ConfigError, RequestError
+from metrale.model.generation import GenerationDefaults
+from metrale.model.loader import LoadedModel, load_model, resolve
+from metrale.sampling.params import SamplingParams
+from metrale.sampling.pipeline import pick
+from metrale.scheduler.scheduler import Event, Scheduler, SchedulerConfig
+from metrale.scheduler.step import Outcome, Step
+from metrale.state.pool import PAGE_SIZE, Pool
+from metrale.telemetry.statistics import SpeculationStats
+
+logger = logging.getLogger(__name__)
+
+MAX_SAMPLES = 1 << 16
+
+DrafterFactory = Callable[[LoadedModel, Pool, int], Drafter | None]
+
+
+class Engine:
+    """Owns the model, the pool and the scheduler.
+
+    Args:
+        config: what to load and how to run it.
+        drafter: makes the drafter from (model, pool, number of valid ids) instead of `config.speculative_config`'s method,
+            whose depth still holds; for tests and synthetic benchmarks.
+
+    Raises ConfigError when the checkpoint or the configuration cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig, drafter: DrafterFactory | None = None) -> None:
+        self.config = config
+        spec = config.speculative_config
+        directory = resolve(config.model)
+        ops = backend_ops(config.backend)
+        dtype = ops.activation_dtypes[0] if config.dtype == "auto" else getattr(torch, config.dtype)
+        with_mtp = spec is not None and spec.method == "mtp"
+        loaded = load_model(directory, ops, dtype=dtype, with_mtp=with_mtp, max_positions=None)
+        self.model = loaded.model
+        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_directory(directory)
+        self.defaults = GenerationDefaults.from_directory(directory, loaded.model.config)
+        self.vocab_size = loaded.model.config.vocab_size
+        self.num_valid = min(self.vocab_size, self.tokenizer.num_ids) if self.tokenizer else self.vocab_size
+        self.pool, self.max_model_len = _make_pool(config, loaded, dtype)
+        self.drafter = (drafter or _make_drafter(config))(loaded, self.pool, self.num_valid)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                config.max_num_batched_tokens,
+                spec.num_speculative_tokens if spec else 0,
+                spec.max_num_seqs_speculative if spec else 0,
+            ),
+            self.pool,
+            self.drafter,
+        )
+        self._step = Step(
+            self.model, self.pool, self.drafter, lambda logits, rows: pick(logits, rows, ops, self.num_valid), self.num_valid
+        )
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
+        """Queue a request and return its id. Raises RequestError, and queues nothing, for a prompt or parameter that
+        cannot be served."""
+        self.check(prompt_ids, params)
+        request_id = self._num_requests
+        self._num_requests += 1
+        room = self.max_model_len - len(prompt_ids)
+        seed = _drawn_seed(self.config.seed, request_id) if params.seed is None else params.seed
+        for sample in range(params.n):
+            sequence = Sequence(
+                key=SequenceKey(request_id * MAX_SAMPLES + sample, 0),
+                request_id=request_id,
+                sample=sample,
+                prompt_len=len(prompt_ids),
+                token_ids=list(prompt_ids),
+                params=params,
+                seed=seed,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stats=SpeculationStats(),
+                eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids),
+                stop_token_ids=frozenset(params.stop_token_ids or ()),
+            )
+            if self.tokenizer is not None:
+                decoder = self.tokenizer.detokenizer(params.skip_special_tokens)
+                sequence.text = StopText(decoder, params.stop_strings)
+            self.scheduler.add(sequence)
+        return request_id
+
+    def check(self, prompt_ids: Seq[int], params: SamplingParams) -> None:
+        """Raise RequestError, in one sentence, for what can never be served."""
+        if not prompt_ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        for token_id in prompt_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.num_valid:
+                raise RequestError(f"token id {token_id!r} is outside the vocabulary of {self.num_valid} ids")
+        if len(prompt_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, which leaves no room in max_model_len {self.max_model_len}"
+            )
+        if params.n > MAX_SAMPLES:
+            raise RequestError(f"n must be at most {MAX_SAMPLES}, got {params.n}")
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self.vocab_size:
+                raise RequestError(f"stop_token_ids: {token_id} is outside the vocabulary of {self.vocab_size} ids")
+
+    def abort(self, request_id: int) -> list[Sequence]:
+        """End every sample of a request; the others go on."""
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[Event]:
+        """Admit, plan, run, commit, emit. Afterwards each scheduled sequence stands on committed rows only.
+
+        A step that raises is run again without drafts, then sequence by sequence, so that a fault ends the
+        requests that cause it, with finish reason "error", and no others.
+        """
+        self.scheduler.admit()
+        plan = self.scheduler.plan()
+        if not plan.groups:
+            return []
+        try:
+            outcome = self._step.run(plan, self.scheduler.running)
+        except Exception as error:
+            return self._recover(plan, error)
+        except BaseException:
+            self.scheduler.restart_prompts(group.key for group in plan.prompt)
+            raise
+        return self._finish_step(outcome)
+
+    def _finish_step(self, outcome: Outcome) -> list[Event]:
+        self._step.commit(outcome)
+        return self.scheduler.apply(outcome.verdicts)
+
+    def _recover(self, plan: StepPlan, error: Exception) -> list[Event]:
+        logger.warning("a step failed and is run again without drafts: %s: %s", type(error).__name__, error)
+        keys = [group.key for group in plan.groups]
+        attempts = [keys] if len(keys) == 1 else [keys, *([key] for key in keys)]
+        events: list[Event] = []
+        for attempt in attempts:
+            self.scheduler.restart_prompts(attempt)
+            try:
+                again = self.scheduler.plan(only=attempt, drafting=False)
+                events += self._finish_step(self._step.run(again, self.scheduler.running, drafting=False))
+            except Exception as fault:
+                if len(attempt) == 1:
+                    events.append(self.scheduler.fail(attempt[0], f"{type(fault).__name__}: {fault}"))
+            else:
+                if len(attempt) == len(keys):
+                    break
+        return events
+
+
+def _drawn_seed(engine_seed: int, ordinal: int) -> int:
+    """64-bit seed of an unseeded request, from the engine's seed and the request's ordinal."""
+    digest = hashlib.blake2b(f"{engine_seed}:{ordinal}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _make_drafter(config: EngineConfig) -> DrafterFactory:
+    spec = config.speculative_config
+
+    def make(loaded: LoadedModel, pool: Pool, num_valid: int) -> Drafter | None:
+        if spec is None:
+            return None
+        if spec.method == "ngram":
+            return NgramDrafter(spec.prompt_lookup_min, spec.prompt_lookup_max)
+        assert loaded.head is not None
+        return MtpDrafter(loaded.head, pool, num_valid)
+
+    return make
+
+
+def _make_pool(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype) -> tuple[Pool, int]:
+    """The pool and the longest sequence it can hold."""
+    model = loaded.model.config
+    has_head = loaded.head is not None
+    most = model.max_position_embeddings
+    wanted = most if config.max_model_len is None else config.max_model_len
+    if wanted > most:
+        raise ConfigError(f"max_model_len {wanted} is above the checkpoint's max_position_embeddings {most}")
+    page_bytes = PAGE_SIZE * model.kv_bytes_per_token(itemsize=dtype.itemsize, with_mtp=has_head)
+    num_pages = (config.kv_cache_memory_bytes or DEFAULT_KV_CACHE_BYTES) // page_bytes
+    pages_per_sequence = -(-wanted // PAGE_SIZE)
+    if num_pages < pages_per_sequence:
+        if config.max_model_len is not None or num_pages < 1:
+            raise ConfigError(
+                f"a sequence of max_model_len {wanted} needs {pages_per_sequence * page_bytes} bytes of keys and values, "
+                f"kv_cache_memory_bytes allows {num_pages * page_bytes}; raise it or lower max_model_len"
+            )
+        pages_per_sequence, wanted = num_pages, num_pages * PAGE_SIZE
+    pool = Pool(
+        model.state_shape(with_mtp=has_head),
+        num_slots=config.max_num_seqs,
+        num_pages=min(num_pages, config.max_num_seqs * pages_per_sequence),
+        max_pages_per_slot=pages_per_sequence,
+        max_rows=config.max_rows,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        fold_threshold=config.fold_threshold,
+    )
+    return pool, wanted

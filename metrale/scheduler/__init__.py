@@ -1,0 +1,1 @@
+"""Pure policies, the step, and the scheduler that runs them."""
