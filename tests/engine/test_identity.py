@@ -1,0 +1,58 @@
+"""The promise: whatever the drafter, depth, batch, budget, faults and folds, not one bit differs from the solo run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from metrale import native
+from tests.engine.schedules import Request, Result, Schedule, assert_same, random_request, random_schedule, run, solo
+
+VOCAB_SIZE = 101
+NUM_REQUESTS = 6
+BACKENDS = [
+    pytest.param("torch", "float32", id="torch-float32"),
+    pytest.param("torch", "bfloat16", id="torch-bfloat16"),
+    pytest.param(
+        "cpu",
+        "float32",
+        id="cpu",
+        marks=pytest.mark.skipif(not native.is_available(), reason="no C compiler on this machine"),
+    ),
+]
+METHODS = ("scripted", "scripted", "ngram", "mtp", None)
+
+
+class Case:
+    """Requests and their solo results, computed once a backend."""
+
+    _known: dict[str, tuple[list[Request], list[Result], list[Result]]] = {}
+
+    @classmethod
+    def of(cls, model: Path, backend: str, dtype: str, seed: int) -> tuple[list[Request], list[Result], list[Result]]:
+        key = f"{backend} {dtype} {seed}"
+        if key not in cls._known:
+            rng = random.Random(seed)
+            requests = [random_request(rng, VOCAB_SIZE) for _ in range(NUM_REQUESTS)]
+            plain = solo(model, backend, dtype, requests)
+            with_head = solo(model, backend, dtype, requests, method="mtp")
+            assert_same(plain, with_head)
+            cls._known[key] = (requests, plain, with_head)
+        return cls._known[key]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+def test_random_schedules_equal_solo_runs(
+    random_model: Path, backend: str, dtype: str, num_schedules: int, soak_seed: int
+) -> None:
+    for number in range(num_schedules if backend == "cpu" else max(1, num_schedules // 3)):
+        seed = soak_seed * 100_000 + number
+        requests, plain, with_head = Case.of(random_model, backend, dtype, seed // 10)
+        schedule = random_schedule(random.Random(seed), len(requests), METHODS)
+        got = run(random_model, backend, dtype, requests, schedule, plain)
+        try:
+            assert_same(with_head if schedule.method == "mtp" else plain, got, with_head=schedule.method == "mtp")
+        except AssertionError as error:
+            raise AssertionError(f"--soak-seed {soak_seed}, schedule {number}: {schedule}: {error}") from error

@@ -1,0 +1,58 @@
+"""Checkpoints that several tests read, each written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from metrale import reference
+from metrale.kernels.ops import Ops
+from tests.model import checkpoints
+
+
+class Saved(NamedTuple):
+    """A checkpoint on disk and the transformers model that wrote it."""
+
+    directory: Path
+    oracle: Any
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def ops() -> Ops:
+    return reference.ops()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
+    """Writes a random checkpoint of a text family, or gives the one that was written before. Read only."""
+    known: dict[str, Saved] = {}
+
+    def save(model_type: str, **changes: Any) -> Saved:
+        key = f"{model_type} {sorted(changes.items())}"
+        if key not in known:
+            oracle = checkpoints.build(checkpoints.text_config(model_type, **changes))
+            known[key] = Saved(checkpoints.save(oracle, tmp_path_factory.mktemp("checkpoint")), oracle)
+        return known[key]
+
+    return save
+
+
+@pytest.fixture
+def dense_with_mtp(tmp_path: Path, saved: Callable[..., Saved]) -> Path:
+    """A copy of a tied dense checkpoint with a head, free to edit."""
+    return checkpoints.copy_with_mtp(
+        saved("qwen3_5_text", tie_word_embeddings=True).directory, tmp_path / "mtp"
+    )
