@@ -23,7 +23,7 @@ from metrale.model.loader import LoadedModel, load_model, resolve
 from metrale.sampling.params import SamplingParams
 from metrale.sampling.pipeline import pick
 from metrale.scheduler.scheduler import Event, Scheduler, SchedulerConfig
-from metrale.scheduler.step import Outcome, Step
+from metrale.scheduler.step import Step
 from metrale.state.pool import PAGE_SIZE, Pool
 from metrale.telemetry.statistics import SpeculationStats
 
@@ -70,9 +70,14 @@ class Engine:
             self.drafter,
         )
         self._step = Step(
-            self.model, self.pool, self.drafter, lambda logits, rows: pick(logits, rows, ops, self.num_valid), self.num_valid
+            self.model,
+            self.pool,
+            self.drafter,
+            lambda logits, rows: pick(logits, rows, ops, self.num_valid),
+            self.num_valid,
         )
         self._num_requests = 0
+        self._warned: set[str] = set()
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +116,11 @@ class Engine:
         if not prompt_ids:
             raise RequestError("the prompt is empty; give at least one token")
         for token_id in prompt_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.num_valid:
+            if (
+                not isinstance(token_id, int)
+                or isinstance(token_id, bool)
+                or not 0 <= token_id < self.num_valid
+            ):
                 raise RequestError(f"token id {token_id!r} is outside the vocabulary of {self.num_valid} ids")
         if len(prompt_ids) >= self.max_model_len:
             raise RequestError(
@@ -123,7 +132,9 @@ class Engine:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
         for token_id in params.stop_token_ids or ():
             if token_id >= self.vocab_size:
-                raise RequestError(f"stop_token_ids: {token_id} is outside the vocabulary of {self.vocab_size} ids")
+                raise RequestError(
+                    f"stop_token_ids: {token_id} is outside the vocabulary of {self.vocab_size} ids"
+                )
 
     def abort(self, request_id: int) -> list[Sequence]:
         """End every sample of a request; the others go on."""
@@ -140,35 +151,36 @@ class Engine:
         if not plan.groups:
             return []
         try:
-            outcome = self._step.run(plan, self.scheduler.running)
+            return self._attempt(plan)
         except Exception as error:
-            return self._recover(plan, error)
+            self._warn_once("a step failed and is run again without drafts", error)
+            return self._recover([group.key for group in plan.groups])
+
+    def _attempt(self, plan: StepPlan, *, drafting: bool = True) -> list[Event]:
+        try:
+            with torch.inference_mode():
+                outcome = self._step.run(plan, self.scheduler.running, drafting=drafting)
         except BaseException:
+            # A chunk advances its state in place: where it stopped is not known.
             self.scheduler.restart_prompts(group.key for group in plan.prompt)
             raise
-        return self._finish_step(outcome)
-
-    def _finish_step(self, outcome: Outcome) -> list[Event]:
         self._step.commit(outcome)
         return self.scheduler.apply(outcome.verdicts)
 
-    def _recover(self, plan: StepPlan, error: Exception) -> list[Event]:
-        logger.warning("a step failed and is run again without drafts: %s: %s", type(error).__name__, error)
-        keys = [group.key for group in plan.groups]
-        attempts = [keys] if len(keys) == 1 else [keys, *([key] for key in keys)]
-        events: list[Event] = []
-        for attempt in attempts:
-            self.scheduler.restart_prompts(attempt)
-            try:
-                again = self.scheduler.plan(only=attempt, drafting=False)
-                events += self._finish_step(self._step.run(again, self.scheduler.running, drafting=False))
-            except Exception as fault:
-                if len(attempt) == 1:
-                    events.append(self.scheduler.fail(attempt[0], f"{type(fault).__name__}: {fault}"))
-            else:
-                if len(attempt) == len(keys):
-                    break
-        return events
+    def _recover(self, keys: list[SequenceKey]) -> list[Event]:
+        """One more try together, then each alone."""
+        try:
+            return self._attempt(self.scheduler.plan(only=keys, drafting=False), drafting=False)
+        except Exception as error:
+            if len(keys) == 1:
+                return [self.scheduler.fail(keys[0], f"{type(error).__name__}: {error}")]
+        return [event for key in keys for event in self._recover([key])]
+
+    def _warn_once(self, what: str, error: Exception) -> None:
+        message = f"{what}: {type(error).__name__}: {error}"
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, exc_info=error)
 
 
 def _drawn_seed(engine_seed: int, ordinal: int) -> int:

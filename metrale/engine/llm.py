@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -14,9 +18,18 @@ from metrale.engine.engine import DrafterFactory, Engine
 from metrale.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from metrale.errors import RequestError
 from metrale.sampling.params import SamplingParams
+from metrale.scheduler.scheduler import Event
 from metrale.telemetry.statistics import SpeculationStats
 
 Prompt = str | Seq[int]
+
+
+@dataclass
+class _Box:
+    """Events of one open request that nobody has read yet."""
+
+    num_running: int
+    events: deque[Event] = field(default_factory=deque)
 
 
 class LLM:
@@ -43,6 +56,7 @@ class LLM:
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         config = EngineConfig.from_options(model=model, speculative_config=speculative_config, **options)
         self.engine = Engine(config, drafter)
+        self._boxes: dict[int, _Box] = {}
 
     def generate(
         self,
@@ -61,32 +75,24 @@ class LLM:
         Raises RequestError, before any work, for a prompt or parameter that cannot be served, and names its position.
         """
         requests = self._requests(prompts, params)
-        sequences: dict[int, list[Sequence]] = {}
-        ids: list[int] = []
-        num_left: dict[int, int] = {}
-        try:
-            for _, token_ids, request_params in requests:
-                request_id = self.engine.add_request(token_ids, request_params)
-                ids.append(request_id)
-                num_left[request_id] = request_params.n
-            with tqdm(total=len(ids), disable=not use_tqdm, desc="Generated", unit="request") as bar:
-                while num_left:
-                    for event in self.engine.step():
-                        request_id = event.sequence.request_id
-                        if event.finish_reason is None or request_id not in num_left:
-                            continue
-                        sequences.setdefault(request_id, []).append(event.sequence)
-                        num_left[request_id] -= 1
-                        if not num_left[request_id]:
-                            del num_left[request_id]
-                            bar.update()
-        finally:
-            for request_id in num_left:
-                self.engine.abort(request_id)
+        with self._open([(token_ids, each) for _, token_ids, each in requests]) as ids:
+            finished = self._finish_all(ids, use_tqdm)
         return [
-            _output(request_id, prompt, sequences[request_id])
+            _output(request_id, prompt, finished[request_id])
             for request_id, (prompt, _, _) in zip(ids, requests, strict=True)
         ]
+
+    def _finish_all(self, ids: list[int], use_tqdm: bool) -> dict[int, list[Sequence]]:
+        """Run until every sample of the requests has ended; the sequences by request."""
+        finished: dict[int, list[Sequence]] = {}
+        with tqdm(total=len(ids), disable=not use_tqdm, desc="Generated", unit="request") as bar:
+            for request_id in ids:
+                done = finished.setdefault(request_id, [])
+                for event in self._events(request_id):
+                    if event.finish_reason is not None:
+                        done.append(event.sequence)
+                bar.update()
+        return finished
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Complete one prompt and yield what is new after each step.
@@ -98,26 +104,43 @@ class LLM:
         return self._stream(token_ids, request_params)
 
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[StreamChunk]:
-        request_id = self.engine.add_request(token_ids, params)
-        num_left = params.n
+        with self._open([(token_ids, params)]) as [request_id]:
+            for event in self._events(request_id):
+                has_ended = event.finish_reason is not None
+                yield StreamChunk(
+                    event.new_text,
+                    event.token_ids,
+                    event.finish_reason,
+                    event.sequence.stop_reason if has_ended else None,
+                    event.sequence.sample,
+                    event.sequence.error if has_ended else None,
+                )
+
+    @contextmanager
+    def _open(self, requests: Seq[tuple[list[int], SamplingParams]]) -> Iterator[list[int]]:
+        """Queue checked requests, each with a box for its events; whatever has not ended at the exit is aborted."""
+        ids: list[int] = []
         try:
-            while num_left:
-                for event in self.engine.step():
-                    sequence = event.sequence
-                    if sequence.request_id != request_id:
-                        continue
-                    num_left -= event.finish_reason is not None
-                    yield StreamChunk(
-                        event.new_text,
-                        event.token_ids,
-                        event.finish_reason,
-                        sequence.stop_reason,
-                        sequence.sample,
-                        sequence.error,
-                    )
+            for token_ids, params in requests:
+                ids.append(self.engine.add_request(token_ids, params))
+                self._boxes[ids[-1]] = _Box(params.n)
+            yield ids
         finally:
-            if num_left:
-                self.engine.abort(request_id)
+            for request_id in ids:
+                if self._boxes.pop(request_id).num_running:
+                    self.engine.abort(request_id)
+
+    def _events(self, request_id: int) -> Iterator[Event]:
+        """A request's events until its last sample ends. Steps serve all open requests: what they emit goes to their boxes."""
+        box = self._boxes[request_id]
+        while box.events or box.num_running:
+            while not box.events:
+                for event in self.engine.step():
+                    home = self._boxes.get(event.sequence.request_id)
+                    if home is not None:
+                        home.events.append(event)
+                        home.num_running -= event.finish_reason is not None
+            yield box.events.popleft()
 
     def stats(self) -> dict[str, Any]:
         """Counters of speculation over all requests so far, in the names of `SpeculationStats`."""
@@ -138,7 +161,9 @@ class LLM:
             params = self.default_params()
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
-            raise RequestError(f"{len(each)} SamplingParams for {len(many)} prompts; give one, or one for each")
+            raise RequestError(
+                f"{len(each)} SamplingParams for {len(many)} prompts; give one, or one for each"
+            )
         requests = []
         for position, (prompt, request_params) in enumerate(zip(many, each, strict=True)):
             try:
@@ -151,12 +176,18 @@ class LLM:
             requests.append((prompt if isinstance(prompt, str) else None, token_ids, request_params))
         return requests
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.engine.tokenizer is None:
-            raise RequestError("this engine has no tokenizer; give token ids")
-        return self.engine.tokenizer.encode(prompt)
+    def _token_ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.engine.tokenizer is None:
+                raise RequestError("this engine has no tokenizer; give token ids")
+            return self.engine.tokenizer.encode(prompt)
+        if not isinstance(prompt, Seq):
+            raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+        return [int(item) if _is_id(item) else item for item in prompt]
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _as_list(prompts: Any) -> list[Any]:
@@ -164,9 +195,10 @@ def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Seq):
-        raise RequestError(f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}")
-    is_one = bool(prompts) and all(isinstance(item, int) for item in prompts)
-    return [prompts] if is_one else list(prompts)
+        raise RequestError(
+            f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}"
+        )
+    return [prompts] if prompts and all(map(_is_id, prompts)) else list(prompts)
 
 
 def _output(request_id: int, prompt: str | None, sequences: list[Sequence]) -> RequestOutput:

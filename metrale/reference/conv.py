@@ -124,7 +124,7 @@ def _activate(
     q = _l2_norm(q.reshape(-1, num_key_heads, key_dim)) * key_dim**-0.5
     k = _l2_norm(k.reshape(-1, num_key_heads, key_dim))
     g = neg_exp_a * softplus(a + dt_bias)
-    v = v.reshape(x.shape[0], num_value_heads, -1).to(projected.dtype)
+    v = v.reshape(x.shape[0], num_value_heads, v.shape[1] // num_value_heads).to(projected.dtype)
     return q.to(projected.dtype), k.to(projected.dtype), v, g, sigmoid(b)
 
 

@@ -70,11 +70,13 @@ def draft_pick(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int
     where the token is -1. Arguments as for `pick`.
     """
     token_ids = _choose(logits, rows, ops, num_valid)
-    index = torch.tensor(token_ids, device=logits.device).clamp_(min=0).unsqueeze(1)  # [M, 1]
-    confidences = logits[:, :num_valid].log_softmax(dim=-1).gather(1, index).flatten().tolist()
+    index = torch.tensor(
+        [[max(token_id, 0)] for token_id in token_ids], dtype=torch.int64, device=logits.device
+    )
+    log_probs = logits[:, :num_valid].log_softmax(dim=-1).gather(1, index.reshape(-1, 1))  # [M, 1]
     return [
-        (token_id, confidence if token_id >= 0 else -math.inf)
-        for token_id, confidence in zip(token_ids, confidences, strict=True)
+        (token_id, log_prob if token_id >= 0 else -math.inf)
+        for token_id, (log_prob,) in zip(token_ids, log_probs.tolist(), strict=True)
     ]
 
 

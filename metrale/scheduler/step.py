@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
@@ -17,6 +18,8 @@ from metrale.sampling.pipeline import Pick, PickRow
 from metrale.scheduler.accept import accept
 from metrale.scheduler.finish import FinishView, scan
 from metrale.state.pool import Pool
+
+logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -41,7 +44,9 @@ class Outcome(NamedTuple):
 class Step:
     """Runs plans against a model. It holds collaborators and no state of its own."""
 
-    def __init__(self, model: Model, pool: Pool, drafter: Drafter | None, pick: Picker, num_valid: int) -> None:
+    def __init__(
+        self, model: Model, pool: Pool, drafter: Drafter | None, pick: Picker, num_valid: int
+    ) -> None:
         self._model = model
         self._pool = pool
         self._drafter = drafter
@@ -69,21 +74,30 @@ class Step:
         return Outcome(verdicts, committed, hidden)
 
     def commit(self, outcome: Outcome) -> None:
-        """The only advance: the verdicts' rows become part of their sequences."""
+        """The only advance: the verdicts' rows become part of their sequences. A drafter that raises here forgets these
+        sequences and the rows stand all the same."""
         for rows in outcome.committed:
             self._pool.commit(rows.sequence.slot, rows.num_rows)
             rows.sequence.num_committed += rows.num_rows
-        if self._drafter is not None:
-            going_on = zip(outcome.committed, outcome.verdicts, strict=True)
-            live = [rows for rows, verdict in going_on if verdict.finish_reason is None]
+        if self._drafter is None:
+            return
+        going_on = zip(outcome.committed, outcome.verdicts, strict=True)
+        live = [rows for rows, verdict in going_on if verdict.finish_reason is None]
+        try:
             self._drafter.commit(live, outcome.hidden if self._drafter.needs_hidden else None)
+        except Exception:
+            logger.warning("the drafter failed to follow a step", exc_info=True)
+            for rows in live:
+                self._drafter.release(rows.sequence.key)
 
     def _reserve(self, plan: StepPlan, sequences: Mapping[SequenceKey, Sequence]) -> None:
         """Raise CapacityError before any device work where a group passes its ring or its pages."""
         for group in plan.groups:
             num_rows = group.num_known + group.num_drafts
             num_positions = len(sequences[group.key].pages) * self._pool.page_size
-            if group.start + num_rows > num_positions or (not group.is_prompt and num_rows > self._pool.max_rows):
+            if group.start + num_rows > num_positions or (
+                not group.is_prompt and num_rows > self._pool.max_rows
+            ):
                 raise CapacityError(f"{num_rows} rows at position {group.start} do not fit slot {group.slot}")
 
     def _propose(self, plan: StepPlan, sequences: Mapping[SequenceKey, Sequence]) -> list[Draft]:
@@ -105,7 +119,9 @@ class Step:
             is_last = group.start + len(tokens) >= sequence.prompt_len
             num_wanted = (1 if is_last else 0) if group.is_prompt else len(tokens)
             wanted = range(len(tokens) - num_wanted, len(tokens))
-            groups.append(_RowGroup(group, sequence, first_row, tokens, draft, len(proposed) - len(draft), wanted))
+            groups.append(
+                _RowGroup(group, sequence, first_row, tokens, draft, len(proposed) - len(draft), wanted)
+            )
             first_row += len(tokens)
         return groups
 
@@ -149,7 +165,10 @@ def _verdict(group: _RowGroup, picks: Seq[Pick]) -> Verdict:
     emitted = picks[: num_accepted + 1]
     sequence = group.sequence
     view = FinishView(
-        sequence.max_tokens - sequence.num_emitted, sequence.eos_token_ids, sequence.stop_token_ids, sequence.text
+        sequence.max_tokens - sequence.num_emitted,
+        sequence.eos_token_ids,
+        sequence.stop_token_ids,
+        sequence.text,
     )
     cut = scan([pick.token_id for pick in emitted], view)
     kept = emitted[: cut.num_kept]

@@ -6,13 +6,8 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
-
-# Where these are importable, transformers binds their GPU kernels at import and its CPU forward fails.
-sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
-sys.modules.setdefault("causal_conv1d", None)  # type: ignore[arg-type]
 
 import torch
 from safetensors.torch import load_file, save_file

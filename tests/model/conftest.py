@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from metrale import reference
+from metrale import native, reference
 from metrale.kernels.ops import Ops
 from tests.model import checkpoints
 
@@ -33,6 +33,16 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ops() -> Ops:
     return reference.ops()
+
+
+@pytest.fixture(scope="session", params=["torch", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Ops:
+    """The operators of each backend of this machine."""
+    if request.param == "torch":
+        return reference.ops()
+    if not native.is_available():
+        pytest.skip("no C compiler")
+    return native.ops()
 
 
 @pytest.fixture(scope="session")

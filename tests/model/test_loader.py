@@ -227,7 +227,7 @@ def test_no_tensors(dense: Path, ops: Ops) -> None:
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
         load_model(dense, ops)
     (dense / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="holds neither model.safetensors nor"):
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
         load_model(dense, ops)
 
 

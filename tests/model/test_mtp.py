@@ -27,8 +27,8 @@ NUM_DRAFTS = 4
 class Case:
     """A loaded model with its head, the oracle of the trunk and the plain head."""
 
-    def __init__(self, directory: Path, oracle: Any, ops: Ops) -> None:
-        self.loaded: LoadedModel = load_model(directory, ops, with_mtp=True)
+    def __init__(self, directory: Path, oracle: Any, backend: Ops) -> None:
+        self.loaded: LoadedModel = load_model(directory, backend, with_mtp=True)
         self.oracle = oracle
         tensors = load_file(directory / "model.safetensors")
         self.embed = tensors["model.embed_tokens.weight"]
@@ -52,9 +52,9 @@ class Case:
 
 
 @pytest.fixture(params=["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
-def case(request: pytest.FixtureRequest, saved: Callable[..., Saved], tmp_path: Path, ops: Ops) -> Case:
+def case(request: pytest.FixtureRequest, saved: Callable[..., Saved], tmp_path: Path, backend: Ops) -> Case:
     source = saved(request.param)
-    return Case(checkpoints.copy_with_mtp(source.directory, tmp_path / "mtp"), source.oracle, ops)
+    return Case(checkpoints.copy_with_mtp(source.directory, tmp_path / "mtp"), source.oracle, backend)
 
 
 def chain_of_plain(
@@ -93,7 +93,9 @@ def test_prompt_and_chain(case: Case) -> None:
 
     expected_drafts, expected = chain_of_plain(case, case.plain(), case.hidden(prompt), [*prompt[1:], anchor])
     error = checkpoints.relative_error(logits, expected)
-    print(f"\n{case.loaded.model.config.family} head: relative error {error:.1e}")
+    print(
+        f"\n{case.loaded.model.ops.name} {case.loaded.model.config.family} head: relative error {error:.1e}"
+    )
     assert drafts == expected_drafts
     assert error < TOLERANCE
 

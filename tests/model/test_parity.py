@@ -73,25 +73,25 @@ def check(directory: Path, oracle: Any, ops: Ops, num_prompt: int) -> None:
     assert expected.argmax(-1).tolist() == token_ids
     assert len(set(token_ids)) > NUM_DECODED // 8, "a flat model would agree with anything"
     error = checkpoints.relative_error(logits, expected)
-    print(f"\n{model.config.family} prompt {num_prompt}: relative error {error:.1e}")
+    print(f"\n{ops.name} {model.config.family}, prompt {num_prompt}: relative error {error:.1e}")
     assert error < TOLERANCE
 
 
 @pytest.mark.parametrize("num_prompt", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize(("model_type", "changes"), FAMILIES)
 def test_families(
-    model_type: str, changes: dict[str, Any], num_prompt: int, saved: Callable[..., Saved], ops: Ops
+    model_type: str, changes: dict[str, Any], num_prompt: int, saved: Callable[..., Saved], backend: Ops
 ) -> None:
     directory, oracle = saved(model_type, **changes)
-    check(directory, oracle, ops, num_prompt)
+    check(directory, oracle, backend, num_prompt)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
 @pytest.mark.parametrize("changes", SHAPES)
-def test_shapes(model_type: str, changes: dict[str, Any], saved: Callable[..., Saved], ops: Ops) -> None:
+def test_shapes(model_type: str, changes: dict[str, Any], saved: Callable[..., Saved], backend: Ops) -> None:
     extra = {"num_experts": 0} if model_type == "qwen3_next" else {}
     directory, oracle = saved(model_type, **changes, **extra)
-    check(directory, oracle, ops, num_prompt=67)
+    check(directory, oracle, backend, num_prompt=67)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
@@ -110,10 +110,12 @@ def test_multimodal_wrapper(model_type: str, tmp_path: Path, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "changes"), FAMILIES)
-def test_prompt_rows(model_type: str, changes: dict[str, Any], saved: Callable[..., Saved], ops: Ops) -> None:
+def test_prompt_rows(
+    model_type: str, changes: dict[str, Any], saved: Callable[..., Saved], backend: Ops
+) -> None:
     """Every row of a prompt, not only its last one."""
     directory, oracle = saved(model_type, **changes)
-    model = load_model(directory, ops).model
+    model = load_model(directory, backend).model
     prompt = torch.randint(model.config.vocab_size, (130,), generator=torch.Generator().manual_seed(3))
     logits = model.logits(Solo(model).prefill(prompt.tolist()))
     with torch.inference_mode():

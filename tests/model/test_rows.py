@@ -16,8 +16,8 @@ from tests.model.drive import Solo
 
 
 @pytest.fixture(params=["qwen3_5_text", "qwen3_next"])
-def model(request: pytest.FixtureRequest, saved: Callable[..., Saved], ops: Ops) -> HybridModel:
-    return load_model(saved(request.param).directory, ops).model
+def model(request: pytest.FixtureRequest, saved: Callable[..., Saved], backend: Ops) -> HybridModel:
+    return load_model(saved(request.param).directory, backend).model
 
 
 def tokens(num: int, seed: int = 0) -> list[int]:
