@@ -12,7 +12,7 @@ from metrale.core import Draft, Sequence, SequenceKey
 from metrale.drafters.base import Ask, Committed
 from metrale.model.build import RowSpec, build_batch
 from metrale.model.mtp import MtpHead
-from metrale.sampling.pipeline import PickRow, draft_pick
+from metrale.sampling.pipeline import PickRow, choose
 from metrale.state.pool import Pool
 
 
@@ -92,8 +92,7 @@ class MtpDrafter:
         rows = [
             PickRow(s.params, s.seed, s.sample, s.num_committed + 1 + step) for s in sequences
         ]  # the position that the draft will stand at
-        picks = draft_pick(self._head.logits(hidden), rows, self._head.model.ops, self._num_valid)
-        return [token_id for token_id, _ in picks]
+        return choose(self._head.logits(hidden), rows, self._head.model.ops, self._num_valid)
 
     def _extend(self, hidden: Tensor, sequences: Seq[Sequence], token_ids: Seq[int], step: int) -> Tensor:
         """One chain row a sequence: pairs the head's row `step` - 1 with the draft that it gave."""

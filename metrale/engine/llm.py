@@ -100,6 +100,8 @@ class LLM:
         Raises RequestError before any work. Leaving the iterator early aborts the request; with several samples (n > 1)
         `index` tells them apart.
         """
+        if not isinstance(prompt, str | Seq):
+            raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
         [(_, token_ids, request_params)] = self._requests([prompt], params)
         return self._stream(token_ids, request_params)
 

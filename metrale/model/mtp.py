@@ -23,6 +23,7 @@ class MtpHead:
         self.config = config
         self.weights = weights
         self.model = model
+        self._layer_index = config.num_attention_layers  # after the trunk's
 
     def forward(self, token_ids: Tensor, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """Hidden rows [T, D] after the head's norm, for `logits` and for the next step of a chain.
@@ -43,8 +44,7 @@ class MtpHead:
             embedding = ops.rms_norm(model.embed(token_ids), weights.norm_embedding, eps)
             pair = torch.cat((embedding, ops.rms_norm(hidden, weights.norm_hidden, eps)), dim=1)  # [T, 2D]
             x = ops.linear(pair, weights.fc, batch.num_generated)
-            index = self.config.num_attention_layers
-            x = decoder_layer(x, weights.layer, self.config, ops, batch, pool, index, model.rotary)
+            x = decoder_layer(x, weights.layer, self.config, ops, batch, pool, self._layer_index, model.rotary)
             return ops.rms_norm(x, weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def pick(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int) -> l
     Requires: as many rows as `rows` has; ValueError otherwise. Source: the Gumbel-max trick (Gumbel 1954);
     top-p: Holtzman et al. 2020, The curious case of neural text degeneration.
     """
-    token_ids = _choose(logits, rows, ops, num_valid)
+    token_ids = choose(logits, rows, ops, num_valid)
     picks = []
     for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True)):
         num_top = row.params.logprobs
@@ -62,25 +62,11 @@ def pick(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int) -> l
     return picks
 
 
-def draft_pick(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int) -> list[tuple[int, float]]:
-    """A drafter's token of each row and its confidence: same noise and stages as `pick`, so as to agree
-    often.
+def choose(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int) -> list[int]:
+    """The token alone of each row, -1 where there is none. Arguments and arithmetic of `pick`.
 
-    The confidence is the token's log-softmax under the drafter's raw logits (natural log, <= 0), and -inf
-    where the token is -1. Arguments as for `pick`.
+    A drafter chooses with the target's noise at the same positions, so as to agree with it often.
     """
-    token_ids = _choose(logits, rows, ops, num_valid)
-    index = torch.tensor(
-        [[max(token_id, 0)] for token_id in token_ids], dtype=torch.int64, device=logits.device
-    )
-    log_probs = logits[:, :num_valid].log_softmax(dim=-1).gather(1, index.reshape(-1, 1))  # [M, 1]
-    return [
-        (token_id, log_prob if token_id >= 0 else -math.inf)
-        for token_id, (log_prob,) in zip(token_ids, log_probs.tolist(), strict=True)
-    ]
-
-
-def _choose(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int) -> list[int]:
     if logits.shape[0] != len(rows):
         raise ValueError(f"pick: logits have {logits.shape[0]} rows, expected {len(rows)}")
     sampled = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]

@@ -17,19 +17,31 @@ typedef struct {
   float *out;
 } attention_arguments;
 
-// scores[q][j] = dot(queries[q], keys[j]) for `keys` consecutive j. `dim` counts the floats of a key; queries are padded
-// with zeros to `stride` floats.
-INLINE void score(const float *queries, int64_t stride, const float *const *key, int64_t dim, float *scores, int num_queries,
-                  int num_keys) {
+INLINE void add_products(v8 acc[MOST_QUERIES][LANES], const float *queries, int64_t stride, const v8 k[LANES],
+                         int num_queries, int num_keys) {
+  UNROLL for (int q = 0; q < num_queries; q++) {
+    v8 a = load(queries + q * stride);
+    PIN(a);
+    UNROLL for (int j = 0; j < num_keys; j++) acc[q][j] = fma8(a, k[j], acc[q][j]);
+  }
+}
+
+// scores[q][j] = dot(queries[q], key[j]) for `num_keys` keys of `dim` floats; queries are padded with zeros to `stride`.
+INLINE void score(const float *queries, int64_t stride, const float *const *key, const float *const *value, int64_t dim,
+                  float *scores, int num_queries, int num_keys) {
   v8 acc[MOST_QUERIES][LANES], k[LANES];
   UNROLL for (int q = 0; q < num_queries; q++) UNROLL for (int j = 0; j < LANES; j++) acc[q][j] = (v8){0};
-  for (int64_t d = 0; d < dim; d += LANES) {
-    UNROLL for (int j = 0; j < num_keys; j++) k[j] = load_upto(key[j] + d, dim - d);
-    UNROLL for (int q = 0; q < num_queries; q++) {
-      v8 a = load(queries + q * stride + d);
-      PIN(a);
-      UNROLL for (int j = 0; j < num_keys; j++) acc[q][j] = fma8(a, k[j], acc[q][j]);
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) {
+    UNROLL for (int j = 0; j < num_keys; j++) {
+      k[j] = load(key[j] + d);
+      __builtin_prefetch(value[j] + d);
     }
+    add_products(acc, queries + d, stride, k, num_queries, num_keys);
+  }
+  if (d < dim) {
+    UNROLL for (int j = 0; j < num_keys; j++) k[j] = load_part(key[j] + d, dim - d);
+    add_products(acc, queries + d, stride, k, num_queries, num_keys);
   }
   UNROLL for (int q = 0; q < num_queries; q++) {
     v8 *a = acc[q], sums = hsum_each(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
@@ -37,11 +49,11 @@ INLINE void score(const float *queries, int64_t stride, const float *const *key,
   }
 }
 
-INLINE void score_block(const float *queries, int64_t stride, const float *const *key, int64_t num_keys, int64_t dim,
-                        float *scores, int num_queries, int at_once) {
+INLINE void score_block(const float *queries, int64_t stride, const float *const *key, const float *const *value,
+                        int64_t num_keys, int64_t dim, float *scores, int num_queries, int at_once) {
   int64_t j = 0;
-  for (; j + at_once <= num_keys; j += at_once) score(queries, stride, key + j, dim, scores + j, num_queries, at_once);
-  for (; j < num_keys; j++) score(queries, stride, key + j, dim, scores + j, num_queries, 1);
+  for (; j + at_once <= num_keys; j += at_once) score(queries, stride, key + j, value + j, dim, scores + j, num_queries, at_once);
+  for (; j < num_keys; j++) score(queries, stride, key + j, value + j, dim, scores + j, num_queries, 1);
 }
 
 // acc[q] += sum over j of weights[q][j] * value[j], j ascending, `vectors` vectors of acc from float d on.
@@ -101,10 +113,10 @@ static void attend(const float *queries, int64_t stride, int64_t count, const fl
                    float *total) {
   float scores[MOST_QUERIES * BLOCK];
   switch (count) {
-    case 1: score_block(queries, stride, key, num_keys, dim, scores, 1, 8); break;
-    case 2: score_block(queries, stride, key, num_keys, dim, scores, 2, 4); break;
-    case 3: score_block(queries, stride, key, num_keys, dim, scores, 3, 2); break;
-    default: score_block(queries, stride, key, num_keys, dim, scores, 4, 2); break;
+    case 1: score_block(queries, stride, key, value, num_keys, dim, scores, 1, 8); break;
+    case 2: score_block(queries, stride, key, value, num_keys, dim, scores, 2, 4); break;
+    case 3: score_block(queries, stride, key, value, num_keys, dim, scores, 3, 2); break;
+    default: score_block(queries, stride, key, value, num_keys, dim, scores, 4, 2); break;
   }
   for (int64_t q = 0; q < count; q++) {
     float shrink = soften(scores + q * BLOCK, num_keys, scale, highest + q, total + q);
@@ -131,6 +143,16 @@ static int check(const attention_arguments *a) {
   return DONE;
 }
 
+// Where positions [begin, begin + count) of a sequence have their keys and values.
+static void find_keys(const attention_arguments *a, const int32_t *pages, int64_t begin, int64_t count, int64_t kv,
+                      const float **key, const float **value) {
+  int64_t size = a->page_size, page = begin / size, offset = begin % size, width = a->num_kv_heads * a->dim;
+  for (int64_t j = 0; j < count; page++, offset = 0)
+    for (int64_t at = (pages[page] * size + offset) * width + kv * a->dim; offset < size && j < count;
+         offset++, j++, at += width)
+      key[j] = a->k_cache + at, value[j] = a->v_cache + at;
+}
+
 // A tile of one group's rows [first, first + rows), the first at `position`; memory holds query, acc, highest, total.
 static void attend_tile(const attention_arguments *a, int64_t group, int64_t first, int64_t rows, int64_t position,
                         float *memory) {
@@ -147,12 +169,7 @@ static void attend_tile(const attention_arguments *a, int64_t group, int64_t fir
     }
     for (int64_t begin = 0; begin < position + rows; begin += BLOCK) {
       const float *key[BLOCK], *value[BLOCK];
-      int64_t most = min64(BLOCK, position + rows - begin);
-      for (int64_t j = 0; j < most; j++) {
-        int64_t at = begin + j, row = pages[at / a->page_size] * a->page_size + at % a->page_size;
-        key[j] = a->k_cache + (row * a->num_kv_heads + kv) * dim;
-        value[j] = a->v_cache + (row * a->num_kv_heads + kv) * dim;
-      }
+      find_keys(a, pages, begin, min64(BLOCK, position + rows - begin), kv, key, value);
       for (int64_t i = max64(0, begin - position); i < rows; i++)
         for (int64_t r = i * ratio; r < (i + 1) * ratio; r += MOST_QUERIES)
           attend(query + r * stride, stride, min64(MOST_QUERIES, (i + 1) * ratio - r), key, value,

@@ -13,17 +13,27 @@ typedef struct {
   float *q, *k, *v, *g, *beta;  // k and g: 0 for generated rows, which go to the rings
 } conv_arguments;
 
+// The taps of (at most) eight channels, tap by tap.
+INLINE void load_taps(const float *weight, int num_taps, int64_t left, v8 taps[MOST_TAPS]) {
+  if (num_taps == 4 && left >= LANES) {
+    v8 a = load(weight), b = load(weight + 8), c = load(weight + 16), d = load(weight + 24);
+    v8 e = SHUFFLE(a, b, 0, 4, 8, 12, 1, 5, 9, 13), f = SHUFFLE(c, d, 0, 4, 8, 12, 1, 5, 9, 13);
+    v8 g = SHUFFLE(a, b, 2, 6, 10, 14, 3, 7, 11, 15), h = SHUFFLE(c, d, 2, 6, 10, 14, 3, 7, 11, 15);
+    taps[0] = SHUFFLE(e, f, 0, 1, 2, 3, 8, 9, 10, 11), taps[1] = SHUFFLE(e, f, 4, 5, 6, 7, 12, 13, 14, 15);
+    taps[2] = SHUFFLE(g, h, 0, 1, 2, 3, 8, 9, 10, 11), taps[3] = SHUFFLE(g, h, 4, 5, 6, 7, 12, 13, 14, 15);
+    return;
+  }
+  for (int t = 0; t < num_taps; t++)
+    for (int64_t i = 0; i < min64(left, LANES); i++) taps[t][i] = weight[i * num_taps + t];
+}
+
 // Channels [first, first + count) of every row: taps from the oldest row to the newest, then SiLU.
 INLINE void convolve(const float *const *rows, int64_t num_rows, const float *weight, int num_taps, int64_t first,
                      int64_t count, float *out, int64_t out_stride) {
   for (int64_t c = 0; c < count; c += LANES) {
-    int64_t left = count - c, lanes = min64(left, LANES);
+    int64_t left = count - c;
     v8 taps[MOST_TAPS] = {{0}};
-    UNROLL for (int t = 0; t < num_taps; t++) {
-      float column[LANES] = {0};
-      for (int64_t i = 0; i < lanes; i++) column[i] = weight[(first + c + i) * num_taps + t];
-      taps[t] = load(column);
-    }
+    load_taps(weight + (first + c) * num_taps, num_taps, left, taps);
     for (int64_t m = 0; m < num_rows; m++) {
       v8 sum = load_upto(rows[m] + first + c, left) * taps[0];
       UNROLL for (int t = 1; t < num_taps; t++) sum = fma8(load_upto(rows[m + t] + first + c, left), taps[t], sum);

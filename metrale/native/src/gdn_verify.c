@@ -1,8 +1,8 @@
 // `gdn_verify`: replay pending rows, fold when due, run new rows; one pass over the state.
 //
-// A state row (one value dimension, dk floats) is independent of the others: it is loaded once, and everything of the step
-// happens while it is in registers. Updates are a product, then a sum, each rounded, so that a replayed row has the
-// bits of its first run.
+// A state row (one value dimension, dk floats) is independent of the others. Eight of them are loaded at once, and everything
+// of the step happens while they are in the first-level cache. Updates are a product, then a sum, each rounded, so that a
+// replayed row has the bits of its first run.
 #include "groups.h"
 
 enum { MOST_VECTORS = 32 };
@@ -38,53 +38,104 @@ static int check(const gdn_verify_arguments *a) {
   return DONE;
 }
 
-// All value dimensions of one value head. `state` is its [dv, dk]; not loaded when `is_zero`, stored when `is_due`.
-INLINE void run_head(const rows *r, int vectors, float *state, int64_t key_dim, int64_t value_dim, int is_zero,
-                     int is_due, const float *v, const float *beta, float *out, int64_t value_stride,
-                     int64_t beta_stride) {
-  const int64_t dim = (int64_t)vectors * LANES;
-  for (int64_t d = 0; d < value_dim; d++) {
-    float *row = state + d * key_dim;
-    v8 s[MOST_VECTORS];
+// One block of value dimensions: `count` (1 to 8) rows of the state, the first at `state`. Their sums are taken together.
+typedef struct {
+  float *state;
+  int64_t key_dim, first, count;  // `first`: the block's first value dimension
+  int is_zero, is_due;
+  float s[LANES * MOST_VECTORS * LANES];
+} block;
+
+// One value head's inputs and outputs of the new rows, each row `stride` floats after the one before.
+typedef struct {
+  const float *v, *beta;
+  float *out;
+  int64_t stride, beta_stride;
+} head;
+
+// Vectors [first, first + vectors) of one state row: load, replay, fold, decay for the first new row (if any) and read.
+INLINE void begin(const rows *r, block *b, int64_t row, int64_t dim, int first, int vectors, v8 reads[2]) {
+  float *state = b->state + row * b->key_dim, *kept = b->s + row * dim;
+  v8 s[8];
+  UNROLL for (int i = 0; i < vectors; i++)
+    s[i] = b->is_zero ? (v8){0} : load_upto(state + (first + i) * LANES, b->key_dim - (first + i) * LANES);
+  for (int64_t j = 0; j < r->num_pending; j++) {
+    const float *key = r->keys + j * dim + first * LANES;
+    v8 decay = splat(r->decays[j]), delta = splat(r->deltas[j][b->first + row]);
+    UNROLL for (int i = 0; i < vectors; i++) s[i] = s[i] * decay + delta * load(key + i * LANES);
+  }
+  if (b->is_due)
     UNROLL for (int i = 0; i < vectors; i++)
-      s[i] = is_zero ? (v8){0} : load_upto(row + i * LANES, key_dim - i * LANES);
-    for (int64_t j = 0; j < r->num_pending; j++) {
-      const float *key = r->keys + j * dim;
-      v8 decay = splat(r->decays[j]), delta = splat(r->deltas[j][d]);
-      UNROLL for (int i = 0; i < vectors; i++) s[i] = s[i] * decay + delta * load(key + i * LANES);
-    }
-    if (is_due)
-      UNROLL for (int i = 0; i < vectors; i++) store_upto(row + i * LANES, s[i], key_dim - i * LANES);
-    for (int64_t j = 0; j < r->num_new; j++) {
-      const float *key = r->keys + (r->num_pending + j) * dim, *query = r->queries + j * dim;
-      v8 decay = splat(r->decays[r->num_pending + j]), read[2] = {{0}, {0}}, seen[2] = {{0}, {0}};
-      UNROLL for (int i = 0; i < vectors; i++) {
-        s[i] = s[i] * decay;
-        read[i % 2] = fma8(s[i], load(key + i * LANES), read[i % 2]);
-      }
-      float u = beta[j * beta_stride] * (v[j * value_stride + d] - hsum(read[0] + read[1]));
-      r->deltas[r->num_pending + j][d] = u;
-      v8 delta = splat(u);
-      UNROLL for (int i = 0; i < vectors; i++) {
-        s[i] = s[i] + delta * load(key + i * LANES);
-        seen[i % 2] = fma8(s[i], load(query + i * LANES), seen[i % 2]);
-      }
-      out[j * value_stride + d] = hsum(seen[0] + seen[1]);
-    }
+      store_upto(state + (first + i) * LANES, s[i], b->key_dim - (first + i) * LANES);
+  if (!r->num_new) return;
+  const float *key = r->keys + r->num_pending * dim;
+  v8 decay = splat(r->decays[r->num_pending]);
+  UNROLL for (int i = 0; i < vectors; i++) {
+    v8 a = s[i] * decay;
+    store(kept + (first + i) * LANES, a);
+    reads[(first + i) % 2] = fma8(a, load(key + (first + i) * LANES), reads[(first + i) % 2]);
   }
 }
 
-#define ARGUMENTS state, key_dim, value_dim, is_zero, is_due, v, beta, out, value_stride, beta_stride
+// One state row from a new row's update and read-out to the next row's decay and read (unless it is the last).
+INLINE void advance(float *s, v8 u, const float *key, const float *query, v8 decay, int vectors, int is_last, v8 *seen,
+                    v8 *read) {
+  const float *next = key + vectors * LANES;
+  v8 outs[2] = {{0}, {0}}, reads[2] = {{0}, {0}};
+  UNROLL for (int i = 0; i < vectors; i++) {
+    v8 a = load(s + i * LANES) + u * load(key + i * LANES);
+    outs[i % 2] = fma8(a, load(query + i * LANES), outs[i % 2]);
+    if (is_last) continue;
+    a = a * decay;
+    store(s + i * LANES, a);
+    reads[i % 2] = fma8(a, load(next + i * LANES), reads[i % 2]);
+  }
+  *seen = outs[0] + outs[1];
+  *read = reads[0] + reads[1];
+}
 
-static void run_head_any(const rows *r, int vectors, float *state, int64_t key_dim, int64_t value_dim, int is_zero,
-                         int is_due, const float *v, const float *beta, float *out, int64_t value_stride,
-                         int64_t beta_stride) {
-  if (key_dim == 64)
-    run_head(r, 8, ARGUMENTS);
-  else if (key_dim == 128)
-    run_head(r, 16, ARGUMENTS);
-  else
-    run_head(r, vectors, ARGUMENTS);
+INLINE v8 hsum_rows(const v8 a[LANES]) { return hsum_each(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]); }
+
+INLINE void run_block(const rows *r, block *b, head h, int vectors) {
+  const int64_t dim = (int64_t)vectors * LANES;
+  v8 read[LANES] = {{0}}, seen[LANES] = {{0}};
+  for (int64_t row = 0; row < b->count; row++) {
+    v8 reads[2] = {{0}, {0}};
+    int first = 0;
+    for (; first + 8 <= vectors; first += 8) begin(r, b, row, dim, first, 8, reads);
+    for (; first < vectors; first++) begin(r, b, row, dim, first, 1, reads);
+    read[row] = reads[0] + reads[1];
+  }
+  for (int64_t j = 0; j < r->num_new; j++) {
+    const float *key = r->keys + (r->num_pending + j) * dim, *query = r->queries + j * dim;
+    float u[LANES];
+    store(u, h.beta[j * h.beta_stride] * (load_upto(h.v + j * h.stride + b->first, b->count) - hsum_rows(read)));
+    store_upto(r->deltas[r->num_pending + j] + b->first, load(u), b->count);
+    if (j + 1 < r->num_new) {
+      v8 decay = splat(r->decays[r->num_pending + j + 1]);
+      for (int64_t row = 0; row < b->count; row++)
+        advance(b->s + row * dim, splat(u[row]), key, query, decay, vectors, 0, seen + row, read + row);
+    } else {
+      for (int64_t row = 0; row < b->count; row++)
+        advance(b->s + row * dim, splat(u[row]), key, query, (v8){0}, vectors, 1, seen + row, read + row);
+    }
+    store_upto(h.out + j * h.stride + b->first, hsum_rows(seen), b->count);
+  }
+}
+
+// All value dimensions of one value head; the common key dimensions have code of their own, with unrolled loops.
+static void run_head(const rows *r, block *b, head h, int64_t value_dim) {
+  float *state = b->state;
+  int vectors = (int)(round_up(b->key_dim, LANES) / LANES);
+  for (b->first = 0; b->first < value_dim; b->first += LANES) {
+    b->state = state + b->first * b->key_dim;
+    b->count = min64(LANES, value_dim - b->first);
+    switch (vectors) {
+      case 8: run_block(r, b, h, 8); break;
+      case 16: run_block(r, b, h, 16); break;
+      default: run_block(r, b, h, vectors);
+    }
+  }
 }
 
 static void pad(const float *from, int64_t count, float *to, int64_t dim) {
@@ -107,7 +158,6 @@ int metrale_gdn_verify(const gdn_verify_arguments *a) {
       int64_t kh = h / ratio;
       int32_t *folded = a->num_folded + slot * a->value_heads + h;
       rows r = {start - *folded, num_new, keys, queries, decays, deltas};
-      int is_zero = *folded == 0, is_due = r.num_pending && r.num_pending + num_new > a->fold_threshold;
       for (int64_t j = 0; j < r.num_pending + num_new; j++) {
         int64_t at = slot * a->ring_rows + (*folded + j) % a->ring_rows;
         pad(a->ring_k + (at * a->key_heads + kh) * a->key_dim, a->key_dim, keys + j * dim, dim);
@@ -116,11 +166,14 @@ int metrale_gdn_verify(const gdn_verify_arguments *a) {
       }
       for (int64_t j = 0; j < num_new; j++)
         pad(a->q + ((first + j) * a->key_heads + kh) * a->key_dim, a->key_dim, queries + j * dim, dim);
-      run_head_any(&r, (int)(dim / LANES), a->ssm + (slot * a->value_heads + h) * a->value_dim * a->key_dim, a->key_dim,
-                   a->value_dim, is_zero, is_due, a->v + first * width + h * a->value_dim,
-                   a->beta + first * a->value_heads + h, a->out + first * width + h * a->value_dim, width,
-                   a->value_heads);
-      if (is_due) *folded = (int32_t)start;
+      block b = {.state = a->ssm + (slot * a->value_heads + h) * a->value_dim * a->key_dim,
+                 .key_dim = a->key_dim,
+                 .is_zero = *folded == 0,
+                 .is_due = r.num_pending && r.num_pending + num_new > a->fold_threshold};
+      head io = {a->v + first * width + h * a->value_dim, a->beta + first * a->value_heads + h,
+                 a->out + first * width + h * a->value_dim, width, a->value_heads};
+      run_head(&r, &b, io, a->value_dim);
+      if (b.is_due) *folded = (int32_t)start;
     }
   }
   free(keys);
