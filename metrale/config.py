@@ -58,10 +58,17 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.method in METHODS_TO_COME:
-            raise ConfigError(f"speculative_config: method {self.method!r} is not supported yet; use one of {METHODS}")
+            raise ConfigError(
+                f"speculative_config: method {self.method!r} is not supported yet; use one of {METHODS}"
+            )
         if self.method not in METHODS:
             raise ConfigError(f"speculative_config: unknown method {self.method!r}; use one of {METHODS}")
-        _check_int("speculative_config: num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        _check_int(
+            "speculative_config: num_speculative_tokens",
+            self.num_speculative_tokens,
+            0,
+            MAX_SPECULATIVE_TOKENS,
+        )
         _check_int("speculative_config: prompt_lookup_min", self.prompt_lookup_min, 1)
         _check_int("speculative_config: prompt_lookup_max", self.prompt_lookup_max, 1)
         _check_int("speculative_config: max_num_seqs_speculative", self.max_num_seqs_speculative, 0)
@@ -88,7 +95,9 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: key {key!r} is not supported yet")
             if key not in known:
                 near = difflib.get_close_matches(str(key), [*known, *KEYS_TO_COME], n=1, cutoff=0.0)
-                raise ConfigError(f"speculative_config: unknown key {key!r}; the nearest known key is {near[0]!r}")
+                raise ConfigError(
+                    f"speculative_config: unknown key {key!r}; the nearest known key is {near[0]!r}"
+                )
         if "method" not in mapping:
             raise ConfigError(f"speculative_config: the key 'method' is missing; use one of {METHODS}")
         return SpeculativeConfig(**mapping)

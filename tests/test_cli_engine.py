@@ -11,21 +11,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from metrale import cli
-
-PROMPT = "def read_config(path):"
+from tests.test_cli import PROMPT, assert_one_sentence
 
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.app, arguments)
-
-
-def assert_one_sentence(result: Result, *words: str) -> None:
-    """Exit code 2, nothing on stdout, one line on stderr that holds the words."""
-    assert (result.exit_code, result.stdout) == (cli.EXIT_BAD_INPUT, ""), result.output
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("metrale: ")
-    for word in words:
-        assert word in line
 
 
 @pytest.mark.parametrize(

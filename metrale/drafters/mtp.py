@@ -80,7 +80,9 @@ class MtpDrafter:
             live = [live[at] for at in kept]
             if live:
                 rows = rows if len(kept) == rows.shape[0] else rows[kept]
-                rows = self._extend(rows, [asks[i].sequence for i in live], [chains[i][-1] for i in live], step)
+                rows = self._extend(
+                    rows, [asks[i].sequence for i in live], [chains[i][-1] for i in live], step
+                )
         return [Draft(tuple(chains[i])) for i in range(len(asks))]
 
     def _has_root(self, sequence: Sequence) -> bool:
@@ -106,11 +108,15 @@ class MtpDrafter:
     def _catch_up(self) -> None:
         """Write the head's rows for everything committed; a sequence's entries in order, all sequences together."""
         while self._backlog:
-            entries = sorted((rows[0] for rows in self._backlog.values()), key=lambda e: (e.is_prompt, e.sequence.slot))
+            entries = sorted(
+                (rows[0] for rows in self._backlog.values()), key=lambda e: (e.is_prompt, e.sequence.slot)
+            )
             specs = [self._spec(entry) for entry in entries]
             num_generated = sum(not entry.is_prompt for entry in entries)
             batch = build_batch(specs[:num_generated], specs[num_generated:], None, self._pool)
-            hidden = entries[0].hidden if len(entries) == 1 else torch.cat([entry.hidden for entry in entries])
+            hidden = (
+                entries[0].hidden if len(entries) == 1 else torch.cat([entry.hidden for entry in entries])
+            )
             out = self._head.forward(batch.token_ids, hidden, batch, self._pool)
             end = 0
             for entry in entries:

@@ -44,7 +44,9 @@ class MtpHead:
             embedding = ops.rms_norm(model.embed(token_ids), weights.norm_embedding, eps)
             pair = torch.cat((embedding, ops.rms_norm(hidden, weights.norm_hidden, eps)), dim=1)  # [T, 2D]
             x = ops.linear(pair, weights.fc, batch.num_generated)
-            x = decoder_layer(x, weights.layer, self.config, ops, batch, pool, self._layer_index, model.rotary)
+            x = decoder_layer(
+                x, weights.layer, self.config, ops, batch, pool, self._layer_index, model.rotary
+            )
             return ops.rms_norm(x, weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

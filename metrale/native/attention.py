@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metrale.kernels.groups import Groups
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, refuse, refuse_tensors
+from metrale.native.checks import describe, group_words, refuse, refuse_tensors
 
 _kernel = Kernel("attention", "q" * 17)
 
@@ -31,22 +31,23 @@ def attention_verify(
     Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax.
     """
     num_rows, num_heads, dim = q.shape
-    num_pages, page_size, num_kv_heads, _ = k_cache.shape
-    width = projected.shape[1]
-    tensors = (q, projected, k_cache, v_cache)
+    num_pages, page_size, num_kv_heads, key_dim = k_cache.shape
+    width = 2 * dim * (num_heads + num_kv_heads)
     if (
         num_heads % num_kv_heads
-        or k_cache.shape[3] != dim
+        or key_dim != dim
         or v_cache.shape != k_cache.shape
-        or projected.shape != (num_rows, 2 * dim * (num_heads + num_kv_heads))
-        or not all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
+        or projected.shape != (num_rows, width)
+        or not (q.dtype is projected.dtype is k_cache.dtype is v_cache.dtype is torch.float32)
+        or not (q.is_contiguous() and projected.is_contiguous())
+        or not (k_cache.is_contiguous() and v_cache.is_contiguous())
     ):
         raise refuse_tensors("attention", q=q, projected=projected, k_cache=k_cache, v_cache=v_cache)
-    if groups.num_rows != num_rows:
-        raise refuse("attention", "groups", f"{num_rows} rows as q has", groups.num_rows)
+    count, slots, starts, cu_rows, _ = group_words("attention", groups, num_rows)
     pages = groups.page_table
-    if pages.dtype is not torch.int32 or not pages.is_contiguous():
-        raise refuse("attention", "groups.page_table", "contiguous int32", describe(pages))
+    num_tables, max_pages = pages.shape
+    if num_tables != count or pages.dtype is not torch.int32 or not pages.is_contiguous():
+        raise refuse("attention", "groups.page_table", f"contiguous int32 [{count}, pages]", describe(pages))
     out = torch.empty(num_rows, num_heads * dim)
     arguments = _kernel.pack(
         q.data_ptr(),
@@ -59,12 +60,12 @@ def attention_verify(
         v_cache.data_ptr(),
         num_pages,
         page_size,
-        len(groups.host),
-        groups.slots.data_ptr(),
-        groups.starts.data_ptr(),
-        groups.cu_rows.data_ptr(),
+        count,
+        slots,
+        starts,
+        cu_rows,
         pages.data_ptr(),
-        pages.shape[1],
+        max_pages,
         out.data_ptr(),
     )
     if status := _kernel.run(arguments):

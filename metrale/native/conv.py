@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metrale.kernels.groups import Groups
 from metrale.native.build import Kernel
-from metrale.native.checks import refuse, refuse_tensors
+from metrale.native.checks import group_words, refuse, refuse_tensors
 
 MOST_TAPS = 8
 
@@ -86,19 +86,22 @@ def _convolve(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_rows, width = projected.shape
     num_slots, ring_x_rows, num_channels = ring_x.shape
-    num_taps = conv_weight.shape[1]
-    _, ring_rows, key_heads, key_dim = ring_k.shape
+    weight_channels, num_taps = conv_weight.shape
+    ring_slots, ring_rows, key_heads, key_dim = ring_k.shape
     (value_heads,) = neg_exp_a.shape
     value_width = num_channels - 2 * key_heads * key_dim
-    tensors = (projected, conv_weight, neg_exp_a, dt_bias, ring_x, ring_k, ring_g)
     if (
         value_width % value_heads
         or width != num_channels + value_width + 2 * value_heads
-        or conv_weight.shape[0] != num_channels
-        or ring_k.shape[0] != num_slots
-        or dt_bias.shape[0] != value_heads
+        or weight_channels != num_channels
+        or ring_slots != num_slots
+        or dt_bias.shape != (value_heads,)
         or ring_g.shape != (num_slots, ring_rows, value_heads)
-        or not all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
+        or not (projected.dtype is conv_weight.dtype is neg_exp_a.dtype is dt_bias.dtype is torch.float32)
+        or not (ring_x.dtype is ring_k.dtype is ring_g.dtype is torch.float32)
+        or not (projected.is_contiguous() and conv_weight.is_contiguous() and neg_exp_a.is_contiguous())
+        or not (dt_bias.is_contiguous() and ring_x.is_contiguous())
+        or not (ring_k.is_contiguous() and ring_g.is_contiguous())
     ):
         raise refuse_tensors(
             operator,
@@ -112,8 +115,7 @@ def _convolve(
         )
     if not 1 <= num_taps <= MOST_TAPS:
         raise refuse(operator, "conv_weight", f"1 to {MOST_TAPS} taps", num_taps)
-    if groups.num_rows != num_rows:
-        raise refuse(operator, "groups", f"{num_rows} rows as projected has", groups.num_rows)
+    count, slots, starts, cu_rows, _ = group_words(operator, groups, num_rows)
     q = torch.empty(num_rows, key_heads, key_dim)
     v = torch.empty(num_rows, value_heads, value_width // value_heads)
     beta = torch.empty(num_rows, value_heads)
@@ -127,10 +129,10 @@ def _convolve(
         ring_x.data_ptr(),
         ring_k.data_ptr(),
         ring_g.data_ptr(),
-        len(groups.host),
-        groups.slots.data_ptr(),
-        groups.starts.data_ptr(),
-        groups.cu_rows.data_ptr(),
+        count,
+        slots,
+        starts,
+        cu_rows,
         num_slots,
         num_channels,
         num_taps,

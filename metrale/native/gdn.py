@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metrale.kernels.groups import Groups
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, refuse, refuse_tensors
+from metrale.native.checks import describe, group_words, refuse, refuse_tensors
 
 MOST_KEY_DIM = 256
 
@@ -51,7 +51,6 @@ def gdn_verify(
     """
     num_rows, value_heads, value_dim = v.shape
     num_slots, ring_rows, key_heads, key_dim = ring_k.shape
-    tensors = (q, v, beta, ring_k, ring_u, ring_g, ssm)
     if (
         value_heads % key_heads
         or q.shape != (num_rows, key_heads, key_dim)
@@ -59,7 +58,10 @@ def gdn_verify(
         or ring_u.shape != (num_slots, ring_rows, value_heads, value_dim)
         or ring_g.shape != (num_slots, ring_rows, value_heads)
         or ssm.shape != (num_slots, value_heads, value_dim, key_dim)
-        or not all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
+        or not (q.dtype is v.dtype is beta.dtype is ring_k.dtype is torch.float32)
+        or not (ring_u.dtype is ring_g.dtype is ssm.dtype is torch.float32)
+        or not (q.is_contiguous() and v.is_contiguous() and beta.is_contiguous() and ring_k.is_contiguous())
+        or not (ring_u.is_contiguous() and ring_g.is_contiguous() and ssm.is_contiguous())
     ):
         raise refuse_tensors(
             "gdn_verify", q=q, v=v, beta=beta, ring_k=ring_k, ring_u=ring_u, ring_g=ring_g, ssm=ssm
@@ -67,8 +69,7 @@ def gdn_verify(
     _check_folds("gdn_verify", num_folded, num_slots, value_heads)
     if key_dim > MOST_KEY_DIM:
         raise refuse("gdn_verify", "ring_k", f"a key dimension of at most {MOST_KEY_DIM}", key_dim)
-    if groups.num_rows != num_rows:
-        raise refuse("gdn_verify", "groups", f"{num_rows} rows as v has", groups.num_rows)
+    count, slots, starts, cu_rows, _ = group_words("gdn_verify", groups, num_rows)
     out = torch.empty(num_rows, value_heads, value_dim)
     arguments = _verify.pack(
         q.data_ptr(),
@@ -79,10 +80,10 @@ def gdn_verify(
         ring_g.data_ptr(),
         ssm.data_ptr(),
         num_folded.data_ptr(),
-        len(groups.host),
-        groups.slots.data_ptr(),
-        groups.starts.data_ptr(),
-        groups.cu_rows.data_ptr(),
+        count,
+        slots,
+        starts,
+        cu_rows,
         num_slots,
         ring_rows,
         key_heads,
@@ -136,12 +137,13 @@ def gdn_chunk(
         or g.shape != (num_rows, value_heads)
         or beta.shape != g.shape
         or ssm.shape != (num_slots, value_heads, value_dim, key_dim)
-        or not all(t.dtype is torch.float32 and t.is_contiguous() for t in (q, k, v, g, beta, ssm))
+        or not (q.dtype is k.dtype is v.dtype is g.dtype is beta.dtype is ssm.dtype is torch.float32)
+        or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
+        or not (g.is_contiguous() and beta.is_contiguous() and ssm.is_contiguous())
     ):
         raise refuse_tensors("gdn_chunk", q=q, k=k, v=v, g=g, beta=beta, ssm=ssm)
     _check_folds("gdn_chunk", num_folded, num_slots, value_heads)
-    if groups.num_rows != num_rows:
-        raise refuse("gdn_chunk", "groups", f"{num_rows} rows as v has", groups.num_rows)
+    count, slots, starts, cu_rows, _ = group_words("gdn_chunk", groups, num_rows)
     out = torch.empty(num_rows, value_heads, value_dim)
     arguments = _chunk.pack(
         q.data_ptr(),
@@ -151,10 +153,10 @@ def gdn_chunk(
         beta.data_ptr(),
         ssm.data_ptr(),
         num_folded.data_ptr(),
-        len(groups.host),
-        groups.slots.data_ptr(),
-        groups.starts.data_ptr(),
-        groups.cu_rows.data_ptr(),
+        count,
+        slots,
+        starts,
+        cu_rows,
         num_slots,
         key_heads,
         key_dim,

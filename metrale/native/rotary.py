@@ -42,7 +42,6 @@ def rotary_store(
     num_pages, page_size, num_kv_heads, dim = k_cache.shape
     num_positions, half = cos.shape
     num_heads = width // (2 * dim) - num_kv_heads
-    tensors = (projected, q_norm, k_norm, cos, sin, k_cache, v_cache)
     if (
         width != 2 * dim * (num_heads + num_kv_heads)
         or num_heads < 1
@@ -51,7 +50,11 @@ def rotary_store(
         or 2 * half > dim
         or sin.shape != (num_positions, half)
         or v_cache.shape != k_cache.shape
-        or not all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
+        or not (projected.dtype is q_norm.dtype is k_norm.dtype is cos.dtype is sin.dtype is torch.float32)
+        or not (k_cache.dtype is v_cache.dtype is torch.float32)
+        or not (projected.is_contiguous() and q_norm.is_contiguous() and k_norm.is_contiguous())
+        or not (cos.is_contiguous() and sin.is_contiguous())
+        or not (k_cache.is_contiguous() and v_cache.is_contiguous())
     ):
         raise refuse_tensors(
             "rotary_store",

@@ -47,7 +47,13 @@ class SpeculationStats:
         """Counters of several sequences together."""
         total = SpeculationStats()
         for part in parts:
-            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_trimmed_tokens", "num_emitted_tokens"):
+            for name in (
+                "num_drafts",
+                "num_draft_tokens",
+                "num_accepted_tokens",
+                "num_trimmed_tokens",
+                "num_emitted_tokens",
+            ):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
             for name in ("num_accepted_tokens_per_pos", "acceptance_histogram"):
                 pairs = zip_longest(getattr(total, name), getattr(part, name), fillvalue=0)

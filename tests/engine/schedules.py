@@ -80,8 +80,13 @@ def random_request(rng: random.Random, vocab_size: int, greedy: bool | None = No
     """A request at the edges: unit lengths, one-token outputs, stops that may or may not be met."""
     prompt = tuple(rng.randrange(1, vocab_size) for _ in range(rng.choice(PROMPT_LENGTHS)))
     is_greedy = rng.random() < 0.5 if greedy is None else greedy
-    sampled: dict[str, Any] = {"temperature": rng.choice((0.3, 0.8, 1.0, 1.7)), "seed": rng.randrange(1 << 40)}
-    sampled |= rng.choice(({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}))
+    sampled: dict[str, Any] = {
+        "temperature": rng.choice((0.3, 0.8, 1.0, 1.7)),
+        "seed": rng.randrange(1 << 40),
+    }
+    sampled |= rng.choice(
+        ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02})
+    )
     return Request(
         prompt,
         SamplingParams(
@@ -107,7 +112,9 @@ def random_schedule(rng: random.Random, num_requests: int, methods: tuple[str | 
     )
 
 
-def solo(model: Path, backend: str, dtype: str, requests: list[Request], method: str | None = None) -> list[Result]:
+def solo(
+    model: Path, backend: str, dtype: str, requests: list[Request], method: str | None = None
+) -> list[Result]:
     """The simplest configuration there is: each request alone, no drafts, everything folded at once."""
     results = []
     for request in requests:
@@ -221,7 +228,9 @@ def assert_same(expected: list[Result], got: list[Result], *, with_head: bool = 
         if with_head and "head keys" in a.state and "head keys" in b.state:
             for name in ("head keys", "head values"):
                 both = min(len(a.state[name]), len(b.state[name]))
-                assert both and torch.equal(a.state[name][:both], b.state[name][:both]), f"request {i}: {name} differs"
+                assert both and torch.equal(a.state[name][:both], b.state[name][:both]), (
+                    f"request {i}: {name} differs"
+                )
 
 
 class _FaultyOps(Ops):
@@ -258,7 +267,9 @@ def _config(model: Path, backend: str, dtype: str, schedule: Schedule) -> Engine
     spec = None
     if schedule.method is not None:
         method = "ngram" if schedule.method == "scripted" else schedule.method
-        spec = SpeculativeConfig(method, num_speculative_tokens=schedule.num_speculative_tokens, prompt_lookup_min=1)
+        spec = SpeculativeConfig(
+            method, num_speculative_tokens=schedule.num_speculative_tokens, prompt_lookup_min=1
+        )
     return EngineConfig(
         str(model),
         spec,

@@ -39,6 +39,11 @@ def hashed(history: tuple[int, ...]) -> int:
     return 4 + zlib.crc32(bytes(history)) % (VOCAB_SIZE - 4)
 
 
+def digest(history: tuple[int, ...]) -> int:
+    """24 bits, which float32 holds."""
+    return zlib.crc32(bytes(history)) % (1 << 24)
+
+
 def scripted(outputs: Mapping[tuple[int, ...], Seq[int | None]]) -> Rule:
     """By prompt: what the target says. Past a script's end, and for other histories, the lively rule."""
 
@@ -66,7 +71,7 @@ class Target:
             family="qwen3_5",
             is_multimodal=False,
             vocab_size=vocab_size,
-            hidden_size=1,
+            hidden_size=2,
             intermediate_size=2,
             layer_types=("linear_attention", "full_attention"),
             num_attention_heads=1,
@@ -98,18 +103,20 @@ class Target:
         self._logits = spread
 
     def forward(self, batch: Batch, pool: Pool) -> Tensor:
-        """Hidden rows [T, 1]: the next token of each row."""
+        """Hidden rows [T, 2]: the next token of each row, and a digest of the tokens up to it."""
         self.batches.append(batch)
         pool.k_cache[0].flatten(0, 1)[batch.kv_index, 0, 0] = batch.token_ids.to(pool.k_cache[0].dtype)
-        following: list[int | None] = []
+        hidden: list[tuple[float, float]] = []
         for groups in (batch.generated, batch.prompt):
             for n, group in enumerate(groups.host):
                 assert pool.num_committed[group.slot] == group.start
                 if groups is batch.prompt:
                     self._advance(pool, group.slot, group.start, group.num_rows)
                 tokens = read(pool.k_cache[0], groups, n, group.start + group.num_rows)
-                following += [self.rule(tokens[: group.start + i + 1]) for i in range(group.num_rows)]
-        return torch.tensor([[torch.nan if token is None else token] for token in following])
+                for end in range(group.start + 1, group.start + group.num_rows + 1):
+                    token = self.rule(tokens[:end])
+                    hidden.append((torch.nan if token is None else token, digest(tokens[:end])))
+        return torch.tensor(hidden).reshape(-1, 2)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V]: the row's token is the likeliest by 1, the others are spread; NaN where the rule says None."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from metrale import native
-from tests.engine.schedules import Request, Result, Schedule, assert_same, random_request, random_schedule, run, solo
+from tests.engine.schedules import Request, Result, assert_same, random_request, random_schedule, run, solo
 
 VOCAB_SIZE = 101
 NUM_REQUESTS = 6
@@ -25,22 +26,17 @@ BACKENDS = [
 METHODS = ("scripted", "scripted", "ngram", "mtp", None)
 
 
-class Case:
-    """Requests and their solo results, computed once a backend."""
-
-    _known: dict[str, tuple[list[Request], list[Result], list[Result]]] = {}
-
-    @classmethod
-    def of(cls, model: Path, backend: str, dtype: str, seed: int) -> tuple[list[Request], list[Result], list[Result]]:
-        key = f"{backend} {dtype} {seed}"
-        if key not in cls._known:
-            rng = random.Random(seed)
-            requests = [random_request(rng, VOCAB_SIZE) for _ in range(NUM_REQUESTS)]
-            plain = solo(model, backend, dtype, requests)
-            with_head = solo(model, backend, dtype, requests, method="mtp")
-            assert_same(plain, with_head)
-            cls._known[key] = (requests, plain, with_head)
-        return cls._known[key]
+@cache
+def solo_runs(
+    model: Path, backend: str, dtype: str, seed: int
+) -> tuple[list[Request], list[Result], list[Result]]:
+    """Random requests, and their solo results without a drafter and with an MTP head that never drafts."""
+    rng = random.Random(seed)
+    requests = [random_request(rng, VOCAB_SIZE) for _ in range(NUM_REQUESTS)]
+    plain = solo(model, backend, dtype, requests)
+    with_head = solo(model, backend, dtype, requests, method="mtp")
+    assert_same(plain, with_head)
+    return requests, plain, with_head
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
@@ -49,10 +45,14 @@ def test_random_schedules_equal_solo_runs(
 ) -> None:
     for number in range(num_schedules if backend == "cpu" else max(1, num_schedules // 3)):
         seed = soak_seed * 100_000 + number
-        requests, plain, with_head = Case.of(random_model, backend, dtype, seed // 10)
+        requests, plain, with_head = solo_runs(random_model, backend, dtype, seed // 10)
         schedule = random_schedule(random.Random(seed), len(requests), METHODS)
         got = run(random_model, backend, dtype, requests, schedule, plain)
         try:
-            assert_same(with_head if schedule.method == "mtp" else plain, got, with_head=schedule.method == "mtp")
+            assert_same(
+                with_head if schedule.method == "mtp" else plain, got, with_head=schedule.method == "mtp"
+            )
         except AssertionError as error:
-            raise AssertionError(f"--soak-seed {soak_seed}, schedule {number}: {schedule}: {error}") from error
+            raise AssertionError(
+                f"--soak-seed {soak_seed}, schedule {number}: {schedule}: {error}"
+            ) from error

@@ -1,138 +1,194 @@
-"""The public API: what goes in, what comes out, and that open requests do not disturb one another."""
+"""LLM on a scripted target: results in order, refusals with their position, streams that do not take from each other."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 
-from metrale import LLM, ConfigError, RequestError, SamplingParams
+from metrale.engine import engine as engine_module
+from metrale.engine.llm import LLM
 from metrale.engine.outputs import StreamChunk
+from metrale.errors import ConfigError, RequestError
+from metrale.model.loader import LoadedModel
+from metrale.sampling.params import SamplingParams
+from tests.engine.scripted import (
+    VOCAB_SIZE,
+    Target,
+    always_right,
+    drafting,
+    emitted,
+    greedy,
+    make_engine,
+    run,
+)
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
-
-
-@pytest.fixture(scope="module")
-def llm(random_model: Path) -> LLM:
-    return LLM(str(random_model), backend="torch", skip_tokenizer_init=True, max_num_seqs=3, max_model_len=128)
-
-
-def ids(chunks: list[StreamChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
-
-
-def test_results_keep_the_order_of_the_prompts(llm: LLM) -> None:
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11]]
-    together = llm.generate(prompts, GREEDY, use_tqdm=False)
-    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
-    assert [out.prompt_token_ids for out in together] == [tuple(prompt) for prompt in prompts]
-    assert [out.outputs for out in together] == [out.outputs for out in alone]
+PROMPTS: list[list[int]] = [[5], [6, 7, 8], list(range(4, 44)) * 2, [9, 9]]
 
 
-def test_one_prompt_is_text_or_ids_and_a_list_is_several(llm: LLM) -> None:
-    assert len(llm.generate([1, 2], GREEDY, use_tqdm=False)) == 1
-    assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False)) == 2
-    assert len(llm.generate([np.int64(1), np.int64(2)], GREEDY, use_tqdm=False)) == 1
-    assert llm.generate([], GREEDY, use_tqdm=False) == []
+def make_llm(target: Target | None = None, **options: Any) -> LLM:
+    target = target or Target()
+    options = {
+        "max_model_len": 128,
+        "max_num_seqs": 3,
+        "skip_tokenizer_init": True,
+        "backend": "torch",
+    } | options
+    with (
+        mock.patch.object(engine_module, "resolve", lambda model: Path("/nowhere")),
+        mock.patch.object(engine_module, "load_model", lambda *args, **kwargs: LoadedModel(target, None)),  # type: ignore[arg-type]
+    ):
+        return LLM("scripted", **options)
 
 
-def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
-    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    first, second = llm.generate([[1, 2], [3]], [GREEDY, short], use_tqdm=False)
-    assert (len(first.outputs[0].token_ids), len(second.outputs[0].token_ids)) == (12, 2)
-    with pytest.raises(RequestError, match="1 SamplingParams for 2 prompts"):
-        llm.generate([[1], [2]], [GREEDY], use_tqdm=False)
+def expected(max_tokens: int = 12) -> list[tuple[int, ...]]:
+    requests = [(prompt, greedy(max_tokens=max_tokens)) for prompt in PROMPTS]
+    return [tuple(emitted(s)) for s in run(make_engine(Target()), requests)]
+
+
+def impatient(llm: LLM) -> LLM:
+    """A step of an engine without work is an error here: a caller would wait for ever."""
+    step = llm.engine.step
+
+    def checked() -> Any:
+        assert llm.engine.has_work, "stepping an engine that has nothing to do"
+        return step()
+
+    llm.engine.step = checked  # type: ignore[method-assign]
+    return llm
+
+
+def joined(chunks: list[StreamChunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
+@pytest.mark.parametrize("depth", [None, 3])
+def test_results_come_in_order(depth: int | None) -> None:
+    """More requests than slots, ends in another order than starts."""
+    target = Target()
+    options: dict[str, Any] = {}
+    if depth:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": depth}
+        options["drafter"] = drafting(target, always_right)
+    llm = make_llm(target, **options)
+    lengths = [12, 3, 9, 1]
+    outs = llm.generate(PROMPTS, [greedy(max_tokens=n) for n in lengths], use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outs] == [
+        e[:n] for e, n in zip(expected(), lengths, strict=True)
+    ]
+    assert [list(out.prompt_token_ids) for out in outs] == PROMPTS
+    assert [out.outputs[0].finish_reason for out in outs] == ["length"] * 4
+    stats = llm.stats()
+    assert stats["num_emitted_tokens"] == sum(lengths)
+    per_request = [out.metrics.speculative_decoding for out in outs]
+    assert stats["num_accepted_tokens"] == sum(m["num_accepted_tokens"] for m in per_request)
+    assert (stats["num_drafts"] > 0) == bool(depth)
+    again = llm.generate(PROMPTS, greedy(max_tokens=12), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in again] == expected()
+
+
+def test_samples_come_in_order() -> None:
+    params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=6)
+    (out,) = make_llm().generate([6, 7], params, use_tqdm=False)
+    assert [o.index for o in out.outputs] == list(range(5))
+    assert len({o.token_ids for o in out.outputs}) == 5
+    assert out.metrics.speculative_decoding["num_emitted_tokens"] == 30
+
+
+def test_no_prompts() -> None:
+    assert make_llm().generate([], use_tqdm=False) == []
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"),
+    ("prompts", "params", "words"),
     [
-        ([[1], []], "prompt 1: the prompt is empty"),
-        ([[1], [101]], "prompt 1: token id 101 is outside the vocabulary of 101 ids"),
-        ([[-1]], "prompt 0: token id -1"),
-        ([[True, 2]], "prompt 0: token id True"),
-        ([[1] * 128], "prompt 0: the prompt has 128 tokens, which leaves no room in max_model_len 128"),
-        (["text"], "prompt 0: this engine has no tokenizer"),
-        ([[1], 2.5], "prompt 1: a prompt must be text or a list of token ids"),
-        (7, "prompts must be text, token ids or a list of either"),
+        ([[5], []], None, ["prompt 1", "empty"]),
+        ([[5], [6], [VOCAB_SIZE]], None, ["prompt 2", "outside the vocabulary"]),
+        (["text"], None, ["prompt 0", "no tokenizer"]),
+        ([[5], [6]], [greedy(), greedy(stop="x")], ["prompt 1", "stop strings"]),
+        ([[5], [6]], [greedy()], ["1 SamplingParams for 2 prompts"]),
+        ([[5]], [{"temperature": 0}], ["prompt 0", "SamplingParams", "dict"]),
+        (3, None, ["int"]),
     ],
 )
-def test_a_bad_prompt_raises_before_any_work(llm: LLM, prompts: object, message: str) -> None:
-    emitted = llm.stats()["num_emitted_tokens"]
-    with pytest.raises(RequestError, match=message.replace("(", r"\(")):
-        llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
-    with pytest.raises(RequestError):
-        llm.stream(prompts, GREEDY)  # type: ignore[arg-type]
-    assert llm.stats()["num_emitted_tokens"] == emitted
+def test_a_bad_call_raises_before_any_work(prompts: Any, params: Any, words: list[str]) -> None:
+    llm = make_llm()
+    with pytest.raises(RequestError) as raised:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert all(word in str(raised.value) for word in words)
     assert not llm.engine.has_work
+    with pytest.raises(RequestError):
+        llm.stream([])
 
 
-def test_the_last_prompt_that_fits(llm: LLM) -> None:
-    out = llm.generate([1] * 127, GREEDY, use_tqdm=False)[0].outputs[0]
-    assert (len(out.token_ids), out.finish_reason) == (1, "length")
+def test_a_call_that_is_broken_off_leaves_nothing_behind() -> None:
+    class Stop(Exception):
+        pass
+
+    llm = make_llm()
+    step = llm.engine.step
+    count = 0
+
+    def interrupted() -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise Stop
+        return step()
+
+    with mock.patch.object(llm.engine, "step", interrupted), pytest.raises(Stop):
+        llm.generate(PROMPTS, greedy(max_tokens=12), use_tqdm=False)
+    assert not llm.engine.has_work
+    assert llm.engine.pool.slots.num_free == 3
+    outs = llm.generate(PROMPTS, greedy(max_tokens=12), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outs] == expected()
 
 
-def test_a_paused_stream_loses_nothing_to_other_requests(llm: LLM) -> None:
-    expected = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)[0].outputs[0]
-    stream = llm.stream([1, 2, 3], GREEDY)
-    other = llm.stream([4], GREEDY)
-    chunks = [next(stream)]
-    others = [next(other), next(other)]
-    llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False)
-    chunks += stream
-    others += other
-    assert tuple(ids(chunks)) == expected.token_ids
-    assert [chunk.finish_reason for chunk in chunks[-2:]] == [None, "length"]
-    assert tuple(ids(others)) == llm.generate([4], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+def test_a_stream_is_the_generated_output_in_pieces() -> None:
+    chunks = list(impatient(make_llm()).stream(PROMPTS[2], greedy(max_tokens=12)))
+    assert joined(chunks) == expected()[2]
+    assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
-def test_leaving_a_stream_early_ends_its_request(llm: LLM) -> None:
-    stream = llm.stream([1, 2, 3], GREEDY)
+def test_a_stream_left_early_is_aborted() -> None:
+    llm = make_llm()
+    stream = llm.stream([5], greedy(max_tokens=12))
     next(stream)
-    stream.close()
+    assert llm.engine.has_work
+    stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.has_work
     assert llm.engine.pool.slots.num_free == 3
 
 
-def test_samples_differ_by_their_noise_and_repeat_by_their_seed(llm: LLM) -> None:
-    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
-    first, second = (llm.generate([1, 2], params, use_tqdm=False)[0] for _ in range(2))
-    assert first.outputs == second.outputs
-    assert [out.index for out in first.outputs] == [0, 1, 2]
-    assert len({out.token_ids for out in first.outputs}) == 3
-    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for chunk in llm.stream([1, 2], params):
-        streamed[chunk.index] += chunk.token_ids
-    assert [tuple(streamed[i]) for i in range(3)] == [out.token_ids for out in first.outputs]
+@pytest.mark.parametrize("max_tokens", [(12, 12), (12, 3), (3, 12)])
+def test_streams_side_by_side(max_tokens: tuple[int, int]) -> None:
+    """Two iterators over one engine, read in turns: each gets all of its own, and neither waits for ever."""
+    llm = impatient(make_llm())
+    streams = [llm.stream(PROMPTS[i], greedy(max_tokens=n)) for i, n in enumerate(max_tokens)]
+    chunks: list[list[StreamChunk]] = [[], []]
+    live = [0, 1]
+    while live:
+        for i in live.copy():
+            chunk = next(streams[i], None)
+            if chunk is None:
+                live.remove(i)
+            else:
+                chunks[i].append(chunk)
+    assert [joined(c) for c in chunks] == [expected()[i][:n] for i, n in enumerate(max_tokens)]
 
 
-def test_unseeded_requests_differ_and_follow_the_engine_s_seed(random_model: Path) -> None:
-    def outputs(seed: int) -> list[tuple[int, ...]]:
-        llm = LLM(str(random_model), backend="torch", skip_tokenizer_init=True, max_model_len=64, seed=seed)
-        params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
-        return [out.outputs[0].token_ids for out in llm.generate([[1, 2]] * 3, params, use_tqdm=False)]
-
-    first = outputs(0)
-    assert len(set(first)) == 3
-    assert outputs(0) == first
-    assert outputs(1) != first
+def test_generate_while_a_stream_is_open() -> None:
+    llm = impatient(make_llm())
+    stream = llm.stream(PROMPTS[0], greedy(max_tokens=12))
+    chunks = [next(stream)]
+    (out,) = llm.generate([PROMPTS[1]], greedy(max_tokens=12), use_tqdm=False)
+    chunks += stream
+    assert out.outputs[0].token_ids == expected()[1]
+    assert joined(chunks) == expected()[0]
 
 
-def test_statistics_of_a_request_and_of_all(random_model: Path) -> None:
-    llm = LLM(
-        str(random_model), backend="torch", skip_tokenizer_init=True, max_model_len=128, speculative_config=NGRAM
-    )
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    outs = llm.generate([[1, 2, 3], [9]], params, use_tqdm=False)
-    each = [out.metrics.speculative_decoding for out in outs]
-    total = llm.stats()
-    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens"):
-        assert total[name] == sum(stats[name] for stats in each)
-    assert total["num_emitted_tokens"] == 80
-
-
-def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'max_seqs'; the nearest known one is 'max_num_seqs'"):
-        LLM("tiny", max_seqs=3)
+def test_unknown_options_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'max_model_length'; the nearest known one is 'max_model_len'"):
+        LLM("tiny", max_model_length=3)

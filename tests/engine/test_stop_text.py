@@ -94,6 +94,10 @@ def test_a_false_start_is_shown_when_it_breaks() -> None:
     assert run(["E", "N", "EN", "X"], ["END"]) == (["", "", "EN", "ENX", ""], None)
 
 
+def test_a_string_that_repeats_its_own_start() -> None:
+    assert run(["aabaaa", "b", "aaac"], ["aabaaac"]) == (["", "aaba", ""], "aabaaac")
+
+
 def test_the_earliest_start_wins_then_the_first_given() -> None:
     assert run(["xabc"], ["bc", "abc"]) == (["x"], "abc")
     assert run(["xabc"], ["abc", "ab"]) == (["x"], "abc")

@@ -27,16 +27,13 @@ INLINE void add_products(v8 acc[MOST_QUERIES][LANES], const float *queries, int6
 }
 
 // scores[q][j] = dot(queries[q], key[j]) for `num_keys` keys of `dim` floats; queries are padded with zeros to `stride`.
-INLINE void score(const float *queries, int64_t stride, const float *const *key, const float *const *value, int64_t dim,
-                  float *scores, int num_queries, int num_keys) {
+INLINE void score(const float *queries, int64_t stride, const float *const *key, int64_t dim, float *scores, int num_queries,
+                  int num_keys) {
   v8 acc[MOST_QUERIES][LANES], k[LANES];
   UNROLL for (int q = 0; q < num_queries; q++) UNROLL for (int j = 0; j < LANES; j++) acc[q][j] = (v8){0};
   int64_t d = 0;
   for (; d + LANES <= dim; d += LANES) {
-    UNROLL for (int j = 0; j < num_keys; j++) {
-      k[j] = load(key[j] + d);
-      __builtin_prefetch(value[j] + d);
-    }
+    UNROLL for (int j = 0; j < num_keys; j++) k[j] = load(key[j] + d);
     add_products(acc, queries + d, stride, k, num_queries, num_keys);
   }
   if (d < dim) {
@@ -49,11 +46,11 @@ INLINE void score(const float *queries, int64_t stride, const float *const *key,
   }
 }
 
-INLINE void score_block(const float *queries, int64_t stride, const float *const *key, const float *const *value,
-                        int64_t num_keys, int64_t dim, float *scores, int num_queries, int at_once) {
+INLINE void score_block(const float *queries, int64_t stride, const float *const *key, int64_t num_keys, int64_t dim,
+                        float *scores, int num_queries, int at_once) {
   int64_t j = 0;
-  for (; j + at_once <= num_keys; j += at_once) score(queries, stride, key + j, value + j, dim, scores + j, num_queries, at_once);
-  for (; j < num_keys; j++) score(queries, stride, key + j, value + j, dim, scores + j, num_queries, 1);
+  for (; j + at_once <= num_keys; j += at_once) score(queries, stride, key + j, dim, scores + j, num_queries, at_once);
+  for (; j < num_keys; j++) score(queries, stride, key + j, dim, scores + j, num_queries, 1);
 }
 
 // acc[q] += sum over j of weights[q][j] * value[j], j ascending, `vectors` vectors of acc from float d on.
@@ -113,10 +110,10 @@ static void attend(const float *queries, int64_t stride, int64_t count, const fl
                    float *total) {
   float scores[MOST_QUERIES * BLOCK];
   switch (count) {
-    case 1: score_block(queries, stride, key, value, num_keys, dim, scores, 1, 8); break;
-    case 2: score_block(queries, stride, key, value, num_keys, dim, scores, 2, 4); break;
-    case 3: score_block(queries, stride, key, value, num_keys, dim, scores, 3, 2); break;
-    default: score_block(queries, stride, key, value, num_keys, dim, scores, 4, 2); break;
+    case 1: score_block(queries, stride, key, num_keys, dim, scores, 1, 8); break;
+    case 2: score_block(queries, stride, key, num_keys, dim, scores, 2, 4); break;
+    case 3: score_block(queries, stride, key, num_keys, dim, scores, 3, 2); break;
+    default: score_block(queries, stride, key, num_keys, dim, scores, 4, 2); break;
   }
   for (int64_t q = 0; q < count; q++) {
     float shrink = soften(scores + q * BLOCK, num_keys, scale, highest + q, total + q);

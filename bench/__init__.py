@@ -1,0 +1,1 @@
+"""Benchmarks: each figure is gated by correctness and stands beside its baseline from the same run."""

@@ -1,0 +1,1 @@
+"""Tokens a second of whole generations: plain decode against each drafter, and against transformers."""

@@ -1,0 +1,31 @@
+"""The kernels against the reference: poisoned memory, one thread, no kernels without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metrale import native
+
+_empty = torch.empty
+
+
+def _poisoned_empty(*size: Any, **options: Any) -> Tensor:
+    tensor = _empty(*size, **options)
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else -7)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs start as NaN, so that an element that nobody wrote shows."""
+    if not native.is_available():
+        pytest.skip("needs a C compiler")
+    monkeypatch.setattr(torch, "empty", _poisoned_empty)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,109 @@
+"""`linear`: parity, and that a row's bits are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from metrale import reference
+from metrale.native.linear import linear
+from tests.native.cases import randn
+
+SHAPES = [
+    (1, 1),
+    (5, 3),
+    (16, 8),
+    (17, 9),
+    (20, 24),
+    (31, 50),
+    (48, 7),
+    (64, 96),
+    (128, 33),
+    (250, 100),
+    (1000, 11),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def weight_of(num_outputs: int, inner: int, dtype: torch.dtype) -> Tensor:
+    return (randn(num_outputs, inner, seed=5) / inner**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "num_outputs"), SHAPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7, 17, 64, 130])
+def test_parity(inner: int, num_outputs: int, num_rows: int, dtype: torch.dtype) -> None:
+    x, weight, residual = (
+        randn(num_rows, inner),
+        weight_of(num_outputs, inner, dtype),
+        randn(num_rows, num_outputs),
+    )
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(linear(x, weight, num_rows).double(), expected, rtol=1e-5, atol=1e-5)
+    with_residual = linear(x, weight, 0, residual)
+    torch.testing.assert_close(with_residual.double(), expected + residual, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "half"), [(16, 8), (20, 5), (64, 48), (250, 33)])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 17, 100])
+def test_silu_mul_against_the_reference(inner: int, half: int, num_rows: int, dtype: torch.dtype) -> None:
+    x, weight = randn(num_rows, inner) * 3, weight_of(2 * half, inner, dtype)
+    expected = reference.ops().linear(x, weight.float(), num_rows, silu_mul=True)
+    torch.testing.assert_close(linear(x, weight, num_rows, silu_mul=True), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"silu_mul": True}])
+@pytest.mark.parametrize(("inner", "num_outputs"), [(64, 48), (53, 26), (1040, 18)])
+def test_a_row_has_the_same_bits_anywhere(
+    inner: int, num_outputs: int, dtype: torch.dtype, options: dict[str, bool]
+) -> None:
+    x, weight = randn(130, inner), weight_of(num_outputs, inner, dtype)
+    alone = torch.cat([linear(x[i : i + 1], weight, 1, **options) for i in range(130)])
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(1))
+    for num_rows in [*range(1, 34), 64, 65, 130]:
+        rows = order[:num_rows]
+        assert torch.equal(linear(x[rows], weight, num_rows // 2, **options), alone[rows]), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_stays_in_its_row(dtype: torch.dtype) -> None:
+    x, weight = randn(9, 40), weight_of(12, 40, dtype)
+    clean = linear(x, weight, 9)
+    x[4] = torch.nan
+    poisoned = linear(x, weight, 9)
+    assert poisoned[4].isnan().all()
+    others = torch.arange(9) != 4
+    assert torch.equal(poisoned[others], clean[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_stand_apart(dtype: torch.dtype) -> None:
+    wide, weight = randn(6, 90), weight_of(10, 40, dtype)
+    view = wide[:, 7:47]
+    assert torch.equal(linear(view, weight, 6), linear(view.contiguous(), weight, 6))
+
+
+def test_inputs_stay_as_they_were() -> None:
+    x, weight, residual = randn(5, 33), weight_of(7, 33, torch.bfloat16), randn(5, 7)
+    before = [t.clone() for t in (x, weight, residual)]
+    linear(x, weight, 5, residual)
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, weight, residual), strict=True))
+
+
+def test_refusals_name_operator_and_argument() -> None:
+    x, weight = randn(2, 8), randn(4, 8)
+    with pytest.raises(ValueError, match="linear: x: expected 8 columns as the weight has, got 7"):
+        linear(x[:, :7], weight, 2)
+    with pytest.raises(ValueError, match="linear: x"):
+        linear(x.bfloat16(), weight, 2)
+    with pytest.raises(ValueError, match="linear: weight"):
+        linear(x, weight.half(), 2)
+    with pytest.raises(ValueError, match="linear: weight"):
+        linear(x, randn(8, 4).T, 2)
+    with pytest.raises(ValueError, match="linear: residual"):
+        linear(x, weight, 2, randn(2, 3))
+    with pytest.raises(ValueError, match="linear: silu_mul"):
+        linear(x, weight[:3], 2, silu_mul=True)
