@@ -94,9 +94,9 @@ class SpeculativeConfig:
             if key in KEYS_TO_COME:
                 raise ConfigError(f"speculative_config: key {key!r} is not supported yet")
             if key not in known:
-                near = difflib.get_close_matches(str(key), [*known, *KEYS_TO_COME], n=1, cutoff=0.0)
+                near = _nearest(str(key), [*known, *KEYS_TO_COME])
                 raise ConfigError(
-                    f"speculative_config: unknown key {key!r}; the nearest known key is {near[0]!r}"
+                    f"speculative_config: unknown key {key!r}; the nearest known key is {near!r}"
                 )
         if "method" not in mapping:
             raise ConfigError(f"speculative_config: the key 'method' is missing; use one of {METHODS}")
@@ -139,6 +139,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model must be 'tiny', a directory or a Hub repository id")
+        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+            raise ConfigError(
+                f"speculative_config must be a SpeculativeConfig or None, got {self.speculative_config!r}"
+            )
+        if not isinstance(self.skip_tokenizer_init, bool):
+            raise ConfigError(f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}")
         _check_choice("backend", self.backend, BACKENDS, BACKENDS_TO_COME)
         _check_choice("device", self.device, ("auto", "cpu"), ("cuda",))
         _check_choice("dtype", self.dtype, DTYPES, ())
@@ -157,8 +163,8 @@ class EngineConfig:
         known = [field.name for field in fields(EngineConfig)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-                raise ConfigError(f"unknown option {name!r}; the nearest known one is {near[0]!r}")
+                near = _nearest(name, known)
+                raise ConfigError(f"unknown option {name!r}; the nearest known one is {near!r}")
         return EngineConfig(**options)
 
     @property
@@ -178,6 +184,10 @@ def cache_dir() -> Path:
 def c_compiler() -> str | None:
     """The C compiler that the environment asks for (CC), if any."""
     return os.environ.get("CC") or None
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...], to_come: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -47,17 +47,13 @@ class SpeculationStats:
         """Counters of several sequences together."""
         total = SpeculationStats()
         for part in parts:
-            for name in (
-                "num_drafts",
-                "num_draft_tokens",
-                "num_accepted_tokens",
-                "num_trimmed_tokens",
-                "num_emitted_tokens",
-            ):
-                setattr(total, name, getattr(total, name) + getattr(part, name))
-            for name in ("num_accepted_tokens_per_pos", "acceptance_histogram"):
-                pairs = zip_longest(getattr(total, name), getattr(part, name), fillvalue=0)
-                setattr(total, name, [a + b for a, b in pairs])
+            for name in (counter.name for counter in fields(SpeculationStats)):
+                ours, theirs = getattr(total, name), getattr(part, name)
+                is_list = isinstance(ours, list)
+                both = (
+                    [a + b for a, b in zip_longest(ours, theirs, fillvalue=0)] if is_list else ours + theirs
+                )
+                setattr(total, name, both)
         return total
 
     @property
@@ -71,14 +67,8 @@ class SpeculationStats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "num_drafts": self.num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
-            "acceptance_histogram": list(self.acceptance_histogram),
+        """Every counter, and the two figures derived from them, by name."""
+        return asdict(self) | {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
-            "num_trimmed_tokens": self.num_trimmed_tokens,
-            "num_emitted_tokens": self.num_emitted_tokens,
         }

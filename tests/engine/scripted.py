@@ -182,9 +182,15 @@ def drafting(
     target: Target, script: Script, answers: Callable[[Sequence], Seq[int]] | None = None
 ) -> DrafterFactory:
     """A drafter that proposes by script; by default its answers are those of a greedy request."""
-    return lambda loaded, pool, num_valid: ScriptedDrafter(
-        answers or (lambda sequence: truth(target, sequence)), script, num_valid
-    )
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def greedy_answers(sequence: Sequence) -> list[int]:
+        name = (sequence.max_tokens, *sequence.token_ids[: sequence.prompt_len])
+        if name not in known:
+            known[name] = truth(target, sequence)
+        return known[name]
+
+    return lambda loaded, pool, num_valid: ScriptedDrafter(answers or greedy_answers, script, num_valid)
 
 
 def always_right(sequence: Sequence, limit: int) -> tuple[int, int]:

@@ -127,6 +127,25 @@ def test_a_copy_leaves_the_original_alone() -> None:
     assert text.push(3) == ("Ex", None)
 
 
+class Late(Pieces):
+    """Gives each piece one token later."""
+
+    def push(self, token_id: int) -> str:
+        new, self.rest = self.rest, self.pieces[token_id]
+        return new
+
+    def copy(self) -> Late:
+        return Late(self.pieces, self.rest)
+
+
+def test_a_copy_has_a_decoder_of_its_own() -> None:
+    text = StopText(Late(["a", "b", "c"]))
+    text.push(0)
+    twin = text.copy()
+    assert [twin.push(2), twin.flush()] == [("a", None), "c"]
+    assert [text.push(1), text.flush()] == [("a", None), "b"]
+
+
 def test_the_cost_of_a_token_does_not_grow() -> None:
     """Neither with the output nor with a string that the output nearly is."""
     pieces = ["ab" * 2] * 20_000

@@ -102,7 +102,7 @@ def test_ends(case: Case, drafter: tuple[int | None, Any]) -> None:
 
 # Stop strings, over a real byte-level tokenizer
 
-CORPUS = ["the end of the road, said the old fox. größer 東京 🙂\n", "this is the end. that is not the end!\n"] * 3
+CORPUS = ["the end of the road, said the old fox: größer 東京 🙂\n", "this is the end. that is not the end!\n"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<pad>", "<eos>", "<other>"], show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=["<pad>", "<eos>", "<other>"], show_progress=False)
     library.train_from_iterator(CORPUS, trainer)
     path = tmp_path_factory.mktemp("tokenizer")
     library.save(str(path / "tokenizer.json"))
@@ -171,7 +171,7 @@ def test_the_stops_do_span_tokens(directory: Path) -> None:
     assert {"the end", "end of", "not the", "東", "🙂"} <= set(spanning)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 11, 30])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 11, 25])
 def test_text_of_a_length(num_tokens: int, directory: Path) -> None:
     """What a stop string held back is given up at the end, an unfinished character becomes U+FFFD."""
     for depth, script in DRAFTERS:
