@@ -149,9 +149,11 @@ class LLM:
         return self.engine.scheduler.stats.as_dict()
 
     def default_params(self) -> SamplingParams:
-        """What a request without parameters gets: the checkpoint's generation_config.json."""
+        """What a request without parameters gets: the checkpoint's generation_config.json. RequestError where that asks
+        for something that is not supported."""
         defaults = self.engine.defaults
-        given = {name: getattr(defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: getattr(defaults, name) for name in names}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def _requests(

@@ -118,8 +118,9 @@ class Scheduler:
         """End a running sequence with "error" and say why."""
         sequence = self.running[key]
         sequence.error = error
+        new_text = _flush(sequence)
         self.finish(sequence, "error")
-        return Event(sequence, (), "", "error")
+        return Event(sequence, (), new_text, "error")
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, running or waiting, and free what it holds."""
@@ -136,5 +137,13 @@ class Scheduler:
         """End every sample of a request with "abort"."""
         ended = [s for s in (*self.running.values(), *self._waiting) if s.request_id == request_id]
         for sequence in ended:
+            _flush(sequence)
             self.finish(sequence, "abort")
         return ended
+
+
+def _flush(sequence: Sequence) -> str:
+    """Show the text that was held back for a stop string that will not come."""
+    new_text: str = "" if sequence.text is None else sequence.text.flush()
+    sequence.shown.append(new_text)
+    return new_text

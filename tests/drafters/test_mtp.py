@@ -297,7 +297,7 @@ class KnowingHead:
 PROMPT_LENGTHS = (1, 2, 63, 64, 65, 130)
 
 
-@pytest.mark.parametrize("params", [greedy(max_tokens=25), SamplingParams(temperature=1.0, max_tokens=25)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [greedy(max_tokens=25), SamplingParams(temperature=1.0, max_tokens=25, ignore_eos=True)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("depth", "budget"), [(1, 2048), (4, 2048), (4, 70), (16, 100), (3, 5)])
 def test_a_head_that_knows_is_always_right(depth: int, budget: int, params: SamplingParams) -> None:
     """Through a whole engine, several sequences and chunked prompts: every draft is accepted, so that positions, tokens,

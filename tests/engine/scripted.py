@@ -232,7 +232,7 @@ def finish(
 ) -> list[Sequence]:
     """Step until nothing is left to do; the sequences of these requests in order."""
     ended: dict[int, Sequence] = {}
-    for _ in range(3000):
+    for _ in range(1000):
         if not engine.has_work:
             break
         events = engine.step()

@@ -72,7 +72,7 @@ def hybrid(model: Path, switch: Switch, method: str | None, depth: int = 2) -> E
         str(model),
         spec,
         backend="torch",
-        max_model_len=128,
+        max_model_len=160,
         max_num_seqs=4,
         max_num_batched_tokens=75,
         skip_tokenizer_init=True,
@@ -87,7 +87,7 @@ def hybrid(model: Path, switch: Switch, method: str | None, depth: int = 2) -> E
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
     ([3, 1, 4], greedy(max_tokens=6, ignore_eos=True)),
     ([7], SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)),
-    ([1 + i % 90 for i in range(70)], greedy(max_tokens=2, ignore_eos=True)),
+    ([1 + i % 90 for i in range(130)], greedy(max_tokens=2, ignore_eos=True)),
 ]
 FAULTY_STEP = 2  # the first request generates and drafts, the long prompt is at its second chunk
 

@@ -28,22 +28,23 @@ INLINE void load_taps(const float *weight, int num_taps, int64_t left, v8 taps[M
 }
 
 // Channels [first, first + count) of every row: taps from the oldest row to the newest, then SiLU.
-INLINE void convolve(const float *const *rows, int64_t num_rows, const float *weight, int num_taps, int64_t first,
-                     int64_t count, float *out, int64_t out_stride) {
+INLINE void convolve(const float *const *rows, int64_t num_rows, const float *weight, int num_taps,
+                     int64_t first, int64_t count, float *out, int64_t out_stride) {
   for (int64_t c = 0; c < count; c += LANES) {
     int64_t left = count - c;
     v8 taps[MOST_TAPS] = {{0}};
     load_taps(weight + (first + c) * num_taps, num_taps, left, taps);
     for (int64_t m = 0; m < num_rows; m++) {
       v8 sum = load_upto(rows[m] + first + c, left) * taps[0];
-      UNROLL for (int t = 1; t < num_taps; t++) sum = fma8(load_upto(rows[m + t] + first + c, left), taps[t], sum);
+      UNROLL for (int t = 1; t < num_taps; t++)
+        sum = fma8(load_upto(rows[m + t] + first + c, left), taps[t], sum);
       store_upto(out + m * out_stride + c, silu8(sum), left);
     }
   }
 }
 
-static void convolve_any(const float *const *rows, int64_t num_rows, const float *weight, int num_taps, int64_t first,
-                         int64_t count, float *out, int64_t out_stride) {
+static void convolve_any(const float *const *rows, int64_t num_rows, const float *weight, int num_taps,
+                         int64_t first, int64_t count, float *out, int64_t out_stride) {
   switch (num_taps) {
     case 3: convolve(rows, num_rows, weight, 3, first, count, out, out_stride); break;
     case 4: convolve(rows, num_rows, weight, 4, first, count, out, out_stride); break;
@@ -106,7 +107,8 @@ int metrale_conv(const conv_arguments *a) {
     convolve_any(rows, num_rows, a->conv_weight, taps, 2 * num_keys, value_width, a->v + first * value_width,
                  value_width);
     for (int64_t i = max64(0, num_rows - a->ring_x_rows); i < num_rows; i++)
-      memcpy(ring + (start + i) % a->ring_x_rows * channels, rows[i + history], (size_t)channels * sizeof(float));
+      memcpy(ring + (start + i) % a->ring_x_rows * channels, rows[i + history],
+             (size_t)channels * sizeof(float));
     for (int64_t i = 0; i < num_rows; i++) {
       int64_t row = first + i, at = slot * a->ring_rows + (start + i) % a->ring_rows;
       float *k = a->k ? a->k + row * num_keys : a->ring_k + at * num_keys;
@@ -115,7 +117,8 @@ int metrale_conv(const conv_arguments *a) {
         scale_to_unit(from + h, a->key_dim, scale, a->q + row * num_keys + h);
         scale_to_unit(from + num_keys + h, a->key_dim, 1.0f, k + h);
       }
-      gates(a, a->projected + row * a->width, a->g ? a->g + row * a->value_heads : a->ring_g + at * a->value_heads,
+      gates(a, a->projected + row * a->width,
+            a->g ? a->g + row * a->value_heads : a->ring_g + at * a->value_heads,
             a->beta + row * a->value_heads);
     }
   }

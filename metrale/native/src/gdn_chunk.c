@@ -14,9 +14,9 @@ typedef struct {
 } gdn_chunk_arguments;
 
 typedef struct {
-  float *q, *k, *state;                  // prepared rows: [CHUNK, stride], [CHUNK, stride], [dv, dk]
-  float *u, *o;                          // [CHUNK, dv]
-  float *kk, *qk;                        // [CHUNK, CHUNK]
+  float *q, *k, *state;                    // prepared rows: [CHUNK, stride], [CHUNK, stride], [dv, dk]
+  float *u, *o;                            // [CHUNK, dv]
+  float *kk, *qk;                          // [CHUNK, CHUNK]
   float *later, *total, *decay, *weights;  // [CHUNK, dk], [CHUNK], [CHUNK], [CHUNK]
 } chunk;
 
@@ -26,12 +26,15 @@ static void combine(float *to, float factor, const float *weights, int64_t weigh
   int64_t i = 0;
   for (; i + 8 * LANES <= width; i += 8 * LANES) {
     v8 acc[8];
-    UNROLL for (int c = 0; c < 8; c++) acc[c] = load(to + i + c * LANES) * factor;
+    UNROLL for (int c = 0; c < 8; c++)
+      acc[c] = load(to + i + c * LANES) * factor;
     for (int64_t j = 0; j < count; j++) {
       v8 w = splat(weights[j * weight_stride]);
-      UNROLL for (int c = 0; c < 8; c++) acc[c] = fma8(w, load(from + j * width + i + c * LANES), acc[c]);
+      UNROLL for (int c = 0; c < 8; c++)
+        acc[c] = fma8(w, load(from + j * width + i + c * LANES), acc[c]);
     }
-    UNROLL for (int c = 0; c < 8; c++) store(to + i + c * LANES, acc[c]);
+    UNROLL for (int c = 0; c < 8; c++)
+      store(to + i + c * LANES, acc[c]);
   }
   for (; i < width; i += LANES) {
     v8 acc = load_upto(to + i, width - i) * factor;
@@ -42,25 +45,29 @@ static void combine(float *to, float factor, const float *weights, int64_t weigh
 }
 
 // e^(total[i] - total[j]) for j in [0, count), times the row's products.
-static void decayed(const float *total, int64_t i, const float *products, int64_t count, float factor, float *weights) {
+static void decayed(const float *total, int64_t i, const float *products, int64_t count, float factor,
+                    float *weights) {
   for (int64_t j = 0; j < count; j += LANES) {
     v8 between = exp8(total[i] - load_upto(total + j, count - j));
     store_upto(weights + j, load_upto(products + j, count - j) * between * factor, count - j);
   }
 }
 
-// One chunk of one head: `c` holds its q, k, total and state; `beta` and `v` are the head's, rows apart by the strides.
+// One chunk of one head: `c` holds its q, k, total and state; `beta` and `v` are the head's, rows apart by
+// the strides.
 static void run_chunk(chunk *c, int64_t rows, int64_t dk, int64_t dv, const float *v, int64_t v_stride,
                       const float *beta, int64_t beta_stride) {
   matrix state = {c->state, 0, dv, dk};
   product(c->k, rows, state, 0, c->u, dv);
   product(c->q, rows, state, 0, c->o, dv);
   // the rows of k stand `prepared_stride` apart, those of a matrix `inner`
-  for (int64_t i = 0; i < rows; i++) memcpy(c->later + i * dk, c->k + i * prepared_stride(dk), (size_t)dk * sizeof(float));
+  for (int64_t i = 0; i < rows; i++)
+    memcpy(c->later + i * dk, c->k + i * prepared_stride(dk), (size_t)dk * sizeof(float));
   matrix keys = {c->later, 0, rows, dk};
   product(c->k, rows, keys, 0, c->kk, CHUNK);
   product(c->q, rows, keys, 0, c->qk, CHUNK);
-  for (int64_t i = 0; i < rows; i += LANES) store_upto(c->decay + i, exp8(load_upto(c->total + i, rows - i)), rows - i);
+  for (int64_t i = 0; i < rows; i += LANES)
+    store_upto(c->decay + i, exp8(load_upto(c->total + i, rows - i)), rows - i);
   for (int64_t i = 0; i < rows; i++) {
     float *u = c->u + i * dv, b = beta[i * beta_stride];
     for (int64_t d = 0; d < dv; d++) u[d] = b * (v[i * v_stride + d] - c->decay[i] * u[d]);
@@ -89,7 +96,8 @@ static int check(const gdn_chunk_arguments *a) {
 }
 
 int metrale_gdn_chunk(const gdn_chunk_arguments *a) {
-  int64_t dk = a->key_dim, dv = a->value_dim, stride = prepared_stride(dk), ratio = a->value_heads / a->key_heads;
+  int64_t dk = a->key_dim, dv = a->value_dim, stride = prepared_stride(dk),
+          ratio = a->value_heads / a->key_heads;
   int64_t width = a->value_heads * dv, state_floats = dv * dk;
   int status = check(a);
   if (status) return status;
@@ -115,8 +123,8 @@ int metrale_gdn_chunk(const gdn_chunk_arguments *a) {
           total += a->g[(first + i) * a->value_heads + h];
           c.total[i] = total;
         }
-        run_chunk(&c, rows, dk, dv, a->v + first * width + h * dv, width, a->beta + first * a->value_heads + h,
-                  a->value_heads);
+        run_chunk(&c, rows, dk, dv, a->v + first * width + h * dv, width,
+                  a->beta + first * a->value_heads + h, a->value_heads);
         for (int64_t i = 0; i < rows; i++)
           memcpy(a->out + (first + i) * width + h * dv, c.o + i * dv, (size_t)dv * sizeof(float));
       }

@@ -1,8 +1,8 @@
 // `gdn_verify`: replay pending rows, fold when due, run new rows; one pass over the state.
 //
-// A state row (one value dimension, dk floats) is independent of the others. Eight of them are loaded at once, and everything
-// of the step happens while they are in the first-level cache. Updates are a product, then a sum, each rounded, so that a
-// replayed row has the bits of its first run.
+// A state row (one value dimension, dk floats) is independent of the others. Eight of them are loaded at
+// once, and everything of the step happens while they are in the first-level cache. Updates are a product,
+// then a sum, each rounded, so that a replayed row has the bits of its first run.
 #include "groups.h"
 
 enum { MOST_VECTORS = 32 };
@@ -18,7 +18,8 @@ typedef struct {
   float *out;
 } gdn_verify_arguments;
 
-// One group and key head: pending rows, then new rows. Keys and queries are padded with zeros to whole vectors.
+// One group and key head: pending rows, then new rows. Keys and queries are padded with zeros to whole
+// vectors.
 typedef struct {
   int64_t num_pending, num_new;
   const float *keys, *queries;  // [pending + new, dim], [new, dim]
@@ -38,7 +39,8 @@ static int check(const gdn_verify_arguments *a) {
   return DONE;
 }
 
-// One block of value dimensions: `count` (1 to 8) rows of the state, the first at `state`. Their sums are taken together.
+// One block of value dimensions: `count` (1 to 8) rows of the state, the first at `state`. Their sums are
+// taken together.
 typedef struct {
   float *state;
   int64_t key_dim, first, count;  // `first`: the block's first value dimension
@@ -53,7 +55,8 @@ typedef struct {
   int64_t stride, beta_stride;
 } head;
 
-// Vectors [first, first + vectors) of one state row: load, replay, fold, decay for the first new row (if any) and read.
+// Vectors [first, first + vectors) of one state row: load, replay, fold, decay for the first new row (if any)
+// and read.
 INLINE void begin(const rows *r, block *b, int64_t row, int64_t dim, int first, int vectors, v8 reads[2]) {
   float *state = b->state + row * b->key_dim, *kept = b->s + row * dim;
   v8 s[8];
@@ -62,7 +65,8 @@ INLINE void begin(const rows *r, block *b, int64_t row, int64_t dim, int first, 
   for (int64_t j = 0; j < r->num_pending; j++) {
     const float *key = r->keys + j * dim + first * LANES;
     v8 decay = splat(r->decays[j]), delta = splat(r->deltas[j][b->first + row]);
-    UNROLL for (int i = 0; i < vectors; i++) s[i] = s[i] * decay + delta * load(key + i * LANES);
+    UNROLL for (int i = 0; i < vectors; i++)
+      s[i] = s[i] * decay + delta * load(key + i * LANES);
   }
   if (b->is_due)
     UNROLL for (int i = 0; i < vectors; i++)
@@ -77,9 +81,10 @@ INLINE void begin(const rows *r, block *b, int64_t row, int64_t dim, int first, 
   }
 }
 
-// One state row from a new row's update and read-out to the next row's decay and read (unless it is the last).
-INLINE void advance(float *s, v8 u, const float *key, const float *query, v8 decay, int vectors, int is_last, v8 *seen,
-                    v8 *read) {
+// One state row from a new row's update and read-out to the next row's decay and read (unless it is the
+// last).
+INLINE void advance(float *s, v8 u, const float *key, const float *query, v8 decay, int vectors, int is_last,
+                    v8 *seen, v8 *read) {
   const float *next = key + vectors * LANES;
   v8 outs[2] = {{0}, {0}}, reads[2] = {{0}, {0}};
   UNROLL for (int i = 0; i < vectors; i++) {
@@ -109,7 +114,8 @@ INLINE void run_block(const rows *r, block *b, head h, int vectors) {
   for (int64_t j = 0; j < r->num_new; j++) {
     const float *key = r->keys + (r->num_pending + j) * dim, *query = r->queries + j * dim;
     float u[LANES];
-    store(u, h.beta[j * h.beta_stride] * (load_upto(h.v + j * h.stride + b->first, b->count) - hsum_rows(read)));
+    store(u,
+          h.beta[j * h.beta_stride] * (load_upto(h.v + j * h.stride + b->first, b->count) - hsum_rows(read)));
     store_upto(r->deltas[r->num_pending + j] + b->first, load(u), b->count);
     if (j + 1 < r->num_new) {
       v8 decay = splat(r->decays[r->num_pending + j + 1]);
@@ -123,7 +129,8 @@ INLINE void run_block(const rows *r, block *b, head h, int vectors) {
   }
 }
 
-// All value dimensions of one value head; the common key dimensions have code of their own, with unrolled loops.
+// All value dimensions of one value head; the common key dimensions have code of their own, with unrolled
+// loops.
 static void run_head(const rows *r, block *b, head h, int64_t value_dim) {
   float *state = b->state;
   int vectors = (int)(round_up(b->key_dim, LANES) / LANES);
@@ -144,7 +151,8 @@ static void pad(const float *from, int64_t count, float *to, int64_t dim) {
 }
 
 int metrale_gdn_verify(const gdn_verify_arguments *a) {
-  int64_t dim = round_up(a->key_dim, LANES), ratio = a->value_heads / a->key_heads, width = a->value_heads * a->value_dim;
+  int64_t dim = round_up(a->key_dim, LANES), ratio = a->value_heads / a->key_heads,
+          width = a->value_heads * a->value_dim;
   int status = check(a);
   if (status) return status;
   float *keys = scratch(2 * a->ring_rows * (dim + LANES));

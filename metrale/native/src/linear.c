@@ -16,7 +16,8 @@ static int64_t chunk_rows(int64_t inner) { return max64(24, min64(96, 65536 / in
 
 int metrale_linear(const linear_arguments *a) {
   matrix w = a->weight;
-  int64_t most = min64(chunk_rows(w.inner), a->num_rows), width = a->is_silu_mul ? w.num_outputs / 2 : w.num_outputs;
+  int64_t most = min64(chunk_rows(w.inner), a->num_rows),
+          width = a->is_silu_mul ? w.num_outputs / 2 : w.num_outputs;
   int64_t prepared_floats = round_up(most * prepared_stride(w.inner), 16);
   float *prepared = scratch(prepared_floats + (a->is_silu_mul ? most * w.num_outputs : 0));
   float *both = prepared + prepared_floats;

@@ -21,7 +21,8 @@ typedef struct {
   float *y;          // [rows, D]
 } buffers;
 
-// Softmax over all experts, the top_k largest kept (lowest id on a tie), in place: weight or zero; `chosen` flags.
+// Softmax over all experts, the top_k largest kept (lowest id on a tie), in place: weight or zero; `chosen`
+// flags.
 static void route(float *row, int64_t num_experts, int64_t top_k, int norm_topk, float *weights) {
   float highest = -INFINITY, kept = 0.0f;
   for (int64_t e = 0; e < num_experts; e++) highest = row[e] > highest ? row[e] : highest;
@@ -90,8 +91,8 @@ static void run(const moe_arguments *a, const buffers *b, const float *x, int64_
 
 int metrale_moe(const moe_arguments *a) {
   int64_t most = min64(64, a->num_rows), dim = a->dim, widest = max64(a->inner, a->shared_inner);
-  int64_t sizes[] = {a->num_experts, a->num_experts, prepared_stride(dim), prepared_stride(dim),
-                     2 * widest,     prepared_stride(widest), widest, dim};
+  int64_t stride = prepared_stride(dim), experts = a->num_experts;
+  int64_t sizes[] = {experts, experts, stride, stride, 2 * widest, prepared_stride(widest), widest, dim};
   float *at[8], *memory;
   int64_t floats = 0;
   for (int i = 0; i < 8; i++) floats += round_up(most * sizes[i], 16);

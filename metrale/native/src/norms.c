@@ -32,7 +32,8 @@ int metrale_gated_rms_norm(const gated_rms_norm_arguments *a) {
   int64_t dim = a->dim;
   for (int64_t row = 0; row < a->num_rows; row++)
     for (int64_t head = 0; head < a->num_heads; head++) {
-      const float *x = a->x + (row * a->num_heads + head) * dim, *gate = a->gate + row * a->gate_stride + head * dim;
+      const float *x = a->x + (row * a->num_heads + head) * dim,
+                  *gate = a->gate + row * a->gate_stride + head * dim;
       float *out = a->out + (row * a->num_heads + head) * dim;
       float inverse = 1.0f / sqrtf(sum_squares(x, dim) / (float)dim + (float)a->eps);
       for (int64_t i = 0; i < dim; i += LANES) {

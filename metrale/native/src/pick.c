@@ -12,7 +12,8 @@ int metrale_masked_argmax(const masked_argmax_arguments *a) {
     const float *x = a->logits + row * a->width;
     v8 best[4];
     i8 ordered = (i8){-1, -1, -1, -1, -1, -1, -1, -1};
-    UNROLL for (int j = 0; j < 4; j++) best[j] = splat(-INFINITY);
+    UNROLL for (int j = 0; j < 4; j++)
+      best[j] = splat(-INFINITY);
     int64_t i = 0, whole = a->num_valid - a->num_valid % (4 * LANES);
     for (; i < whole; i += 4 * LANES)
       UNROLL for (int j = 0; j < 4; j++) {
@@ -80,7 +81,8 @@ int metrale_gumbel(const gumbel_arguments *a) {
     float *out = a->out + row * a->num_ids;
     for (int64_t id = 0; id < a->num_ids; id += 4 * LANES) {
       u8 c[4];
-      UNROLL for (int i = 0; i < LANES; i++) c[0][i] = (uint32_t)(id / 4 + i);
+      UNROLL for (int i = 0; i < LANES; i++)
+        c[0][i] = (uint32_t)(id / 4 + i);
       c[1] = (u8){0} + (uint32_t)s.position, c[2] = (u8){0} + (uint32_t)s.sample, c[3] = (u8){0};
       philox(c, (uint32_t)s.seed, (uint32_t)(s.seed >> 32));
       for (int i = 0; i < LANES; i++)

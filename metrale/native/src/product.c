@@ -1,7 +1,8 @@
 // Row-invariant products of float32 rows with a float32 or bfloat16 weight.
 //
-// A dot product is one eight-lane accumulator, walked from the first element to the last with a fused multiply-add, then
-// `hsum`, then a scalar tail. How many rows and outputs share a register block changes loads alone, never a bit.
+// A dot product is one eight-lane accumulator, walked from the first element to the last with a fused
+// multiply-add, then `hsum`, then a scalar tail. How many rows and outputs share a register block changes
+// loads alone, never a bit.
 #include "product.h"
 
 // Elements walked per round: 16 bfloat16 are one vector load, split in even and odd ones.
@@ -38,11 +39,13 @@ INLINE v8 odd_elements(const uint16_t *w) {
 }
 
 // acc[m][n] += x[m] * w[n] for one vector of each.
-INLINE void accumulate(v8 acc[MOST_ROWS][LANES], const float *x, int64_t stride, v8 w[LANES], int rows, int outputs) {
+INLINE void accumulate(v8 acc[MOST_ROWS][LANES], const float *x, int64_t stride, v8 w[LANES], int rows,
+                       int outputs) {
   UNROLL for (int m = 0; m < rows; m++) {
     v8 a = load(x + m * stride);
     PIN(a);
-    UNROLL for (int n = 0; n < outputs; n++) acc[m][n] = fma8(a, w[n], acc[m][n]);
+    UNROLL for (int n = 0; n < outputs; n++)
+      acc[m][n] = fma8(a, w[n], acc[m][n]);
   }
 }
 
@@ -62,14 +65,15 @@ INLINE float tail(const float *x, const void *w, int is_bf16, int64_t first, int
 }
 
 // `rows` x `outputs` results from one pass over `outputs` weight rows, the next rows prefetched meanwhile.
-INLINE void block(const float *x, const void *weight, int is_bf16, int64_t inner, const float *residual, float *out,
-                  int64_t out_stride, int rows, int outputs) {
+INLINE void block(const float *x, const void *weight, int is_bf16, int64_t inner, const float *residual,
+                  float *out, int64_t out_stride, int rows, int outputs) {
   const int step = is_bf16 ? BF16_STEP : LANES;
   const int64_t stride = prepared_stride(inner), whole = inner - inner % step, ahead = outputs * inner;
   const uint16_t *half = weight;
   const float *full = weight;
   v8 acc[MOST_ROWS][LANES], w[LANES];
-  UNROLL for (int m = 0; m < rows; m++) UNROLL for (int n = 0; n < LANES; n++) acc[m][n] = (v8){0};
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int n = 0; n < LANES; n++) acc[m][n] = (v8){0};
   for (int64_t k = 0; k < whole; k += step) {
     if (is_bf16) {
       if (rows == 1) {
@@ -88,7 +92,8 @@ INLINE void block(const float *x, const void *weight, int is_bf16, int64_t inner
           w[n] = even_elements(half + n * inner + k);
         }
         accumulate(acc, x + k, stride, w, rows, outputs);
-        UNROLL for (int n = 0; n < outputs; n++) w[n] = odd_elements(half + n * inner + k);
+        UNROLL for (int n = 0; n < outputs; n++)
+          w[n] = odd_elements(half + n * inner + k);
         accumulate(acc, x + k + LANES, stride, w, rows, outputs);
       }
     } else {
@@ -127,20 +132,21 @@ INLINE void outputs_of(target t, matrix w, int64_t first, int64_t last, int is_b
   const int size = is_bf16 ? 2 : 4;
   int64_t n = first;
   for (; n + outputs <= last; n += outputs)
-    block(t.x, (const char *)w.data + n * w.inner * size, is_bf16, w.inner, t.residual ? t.residual + n : 0, t.out + n,
-          t.out_stride, rows, outputs);
+    block(t.x, (const char *)w.data + n * w.inner * size, is_bf16, w.inner, t.residual ? t.residual + n : 0,
+          t.out + n, t.out_stride, rows, outputs);
   for (; n < last; n++)
-    block(t.x, (const char *)w.data + n * w.inner * size, is_bf16, w.inner, t.residual ? t.residual + n : 0, t.out + n,
-          t.out_stride, rows, 1);
+    block(t.x, (const char *)w.data + n * w.inner * size, is_bf16, w.inner, t.residual ? t.residual + n : 0,
+          t.out + n, t.out_stride, rows, 1);
 }
 
-// Outputs per register block, so that accumulators, weights and one activation fit 16 registers without a spill.
-#define CASE(rows, outputs)                                       \
-  case rows:                                                      \
-    if (w.is_bf16)                                                \
-      outputs_of(t, w, first, last, 1, rows, outputs);            \
-    else                                                          \
-      outputs_of(t, w, first, last, 0, rows, outputs);            \
+// Outputs per register block, so that accumulators, weights and one activation fit 16 registers without a
+// spill.
+#define CASE(rows, outputs)                            \
+  case rows:                                           \
+    if (w.is_bf16)                                     \
+      outputs_of(t, w, first, last, 1, rows, outputs); \
+    else                                               \
+      outputs_of(t, w, first, last, 0, rows, outputs); \
     break;
 
 static void rows_of(target t, matrix w, int64_t first, int64_t last, int64_t rows) {
@@ -154,7 +160,8 @@ static void rows_of(target t, matrix w, int64_t first, int64_t last, int64_t row
   }
 }
 
-void product(const float *prepared, int64_t num_rows, matrix w, const float *residual, float *out, int64_t out_stride) {
+void product(const float *prepared, int64_t num_rows, matrix w, const float *residual, float *out,
+             int64_t out_stride) {
   int64_t stride = prepared_stride(w.inner), num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
   int64_t panel = num_blocks > 1 ? PANEL : w.num_outputs;
   if (!num_rows) return;

@@ -23,7 +23,8 @@ enum { LANES = 8 };
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// Holds a value in a register: GCC otherwise folds one load into each of its uses, and the loads become the bound.
+// Holds a value in a register: GCC otherwise folds one load into each of its uses, and the loads become the
+// bound.
 #if defined(__x86_64__) && defined(__AVX__)
 #define PIN(v) __asm__("" : "+x"(v))
 #else
@@ -71,8 +72,8 @@ INLINE void store_upto(float *p, v8 a, int64_t left) {
     store_part(p, a, left);
 }
 
-// a * b + c, rounded once where the machine has the instruction. Files are compiled with -ffp-contract=off, so that
-// every other product and sum is rounded by itself.
+// a * b + c, rounded once where the machine has the instruction. Files are compiled with -ffp-contract=off,
+// so that every other product and sum is rounded by itself.
 INLINE v8 fma8(v8 a, v8 b, v8 c) {
 #if __has_builtin(__builtin_elementwise_fma)
   return __builtin_elementwise_fma(a, b, c);
@@ -80,7 +81,8 @@ INLINE v8 fma8(v8 a, v8 b, v8 c) {
   return (v8)__builtin_ia32_vfmaddps256(a, b, c);
 #elif defined(__FP_FAST_FMAF)
   v8 r;
-  UNROLL for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  UNROLL for (int i = 0; i < LANES; i++)
+    r[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return r;
 #else
   return a * b + c;
@@ -112,13 +114,14 @@ INLINE v8 hsum_pairs(v8 a, v8 b) {
 
 // `hsum` of eight vectors at once, the same tree for each.
 INLINE v8 hsum_each(v8 a, v8 b, v8 c, v8 d, v8 e, v8 f, v8 g, v8 h) {
-  v8 s = hsum_pairs(hsum_halves(a, b), hsum_halves(c, d)), t = hsum_pairs(hsum_halves(e, f), hsum_halves(g, h));
+  v8 s = hsum_pairs(hsum_halves(a, b), hsum_halves(c, d)),
+     t = hsum_pairs(hsum_halves(e, f), hsum_halves(g, h));
   v8 r = SHUFFLE(s, t, 0, 2, 8, 10, 4, 6, 12, 14) + SHUFFLE(s, t, 1, 3, 9, 11, 5, 7, 13, 15);
   return SHUFFLE(r, r, 0, 4, 1, 5, 2, 6, 3, 7);
 }
 
-// e^x within 2 ulp; overflows to infinity, underflows gradually, keeps NaN. Cody-Waite reduction and the polynomial of
-// Cephes' expf (Moshier).
+// e^x within 2 ulp; overflows to infinity, underflows gradually, keeps NaN. Cody-Waite reduction and the
+// polynomial of Cephes' expf (Moshier).
 INLINE v8 exp8(v8 x) {
   x = select8(x > 89.0f, splat(89.0f), x);
   x = select8(x < -104.0f, splat(-104.0f), x);
@@ -188,6 +191,7 @@ INLINE int64_t round_up(int64_t a, int64_t unit) { return (a + unit - 1) / unit 
 INLINE float *scratch(int64_t floats) { return aligned_alloc(64, (size_t)round_up(floats * 4 + 64, 64)); }
 
 // Results of every entry point; `build.py` turns those below zero into exceptions.
-enum { DONE = 0, NO_MEMORY = -1, BAD_SLOT = -2, BAD_RING = -3, BAD_PAGE = -4, BAD_POSITION = -5, BAD_START = -6 };
+enum { DONE = 0, NO_MEMORY = -1, BAD_SLOT = -2, BAD_RING = -3 };
+enum { BAD_PAGE = -4, BAD_POSITION = -5, BAD_START = -6 };
 
 #endif

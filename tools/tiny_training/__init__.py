@@ -1,0 +1,1 @@
+"""Trains the embedded checkpoint `tiny`: corpus, network, optimiser, two training phases, evaluation, export."""
