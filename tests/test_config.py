@@ -112,7 +112,12 @@ def test_defaults() -> None:
     assert (config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min) == (3, 4, 2)
     assert config.max_num_seqs_speculative == 32
     engine = EngineConfig()
-    assert (engine.model, engine.max_num_seqs, engine.max_num_batched_tokens, engine.seed) == ("tiny", 32, 2048, 0)
+    assert (engine.model, engine.max_num_seqs, engine.max_num_batched_tokens, engine.seed) == (
+        "tiny",
+        32,
+        2048,
+        0,
+    )
     assert SpeculativeConfig.from_mapping(None) is None
 
 
@@ -171,7 +176,12 @@ def test_the_method_is_not_optional(mapping: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("max_model_length", "max_model_len"), ("max_seqs", "max_num_seqs"), ("devise", "device"), ("Seed", "seed")],
+    [
+        ("max_model_length", "max_model_len"),
+        ("max_seqs", "max_num_seqs"),
+        ("devise", "device"),
+        ("Seed", "seed"),
+    ],
 )
 def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
@@ -154,27 +154,40 @@ class Engine:
             return self._attempt(plan)
         except Exception as error:
             self._warn_once("a step failed and is run again without drafts", error)
-            return self._recover([group.key for group in plan.groups])
+            return self._recover({group.key: group.start + group.num_known for group in plan.groups})
 
     def _attempt(self, plan: StepPlan, *, drafting: bool = True) -> list[Event]:
-        try:
-            with torch.inference_mode():
-                outcome = self._step.run(plan, self.scheduler.running, drafting=drafting)
-        except BaseException:
-            # A chunk advances its state in place: where it stopped is not known.
-            self.scheduler.restart_prompts(group.key for group in plan.prompt)
-            raise
-        self._step.commit(outcome)
+        with torch.inference_mode():
+            prepared = self._step.prepare(plan, self.scheduler.running, drafting=drafting)
+            try:
+                outcome = self._step.run(prepared)
+            except BaseException:
+                # A chunk advances its state in place: where it stopped is not known.
+                self.scheduler.restart_prompts(group.key for group in plan.prompt)
+                raise
+            self._step.commit(outcome)
         return self.scheduler.apply(outcome.verdicts)
 
-    def _recover(self, keys: list[SequenceKey]) -> list[Event]:
-        """One more try together, then each alone."""
+    def _recover(self, goals: Mapping[SequenceKey, int]) -> list[Event]:
+        """Run sequences without drafts until each has passed the position where it stood; on a fault, each alone.
+
+        A prompt that starts over comes back to its goal in here, or it could fail there for ever.
+        """
+        events: list[Event] = []
         try:
-            return self._attempt(self.scheduler.plan(only=keys, drafting=False), drafting=False)
+            while behind := self._behind(goals):
+                events += self._attempt(self.scheduler.plan(only=behind, drafting=False), drafting=False)
         except Exception as error:
-            if len(keys) == 1:
-                return [self.scheduler.fail(keys[0], f"{type(error).__name__}: {error}")]
-        return [event for key in keys for event in self._recover([key])]
+            behind = self._behind(goals)
+            if len(behind) == 1:
+                return [*events, self.scheduler.fail(behind[0], f"{type(error).__name__}: {error}")]
+            for key in behind:
+                events += self._recover({key: goals[key]})
+        return events
+
+    def _behind(self, goals: Mapping[SequenceKey, int]) -> list[SequenceKey]:
+        running = self.scheduler.running
+        return [key for key, goal in goals.items() if key in running and running[key].num_committed < goal]
 
     def _warn_once(self, what: str, error: Exception) -> None:
         message = f"{what}: {type(error).__name__}: {error}"

@@ -33,6 +33,30 @@ class Model(Protocol):
 Picker = Callable[[Tensor, Seq[PickRow]], list[Pick]]
 
 
+class RowGroup(NamedTuple):
+    """A sequence's rows in this step; `wanted` are the rows whose picks count, from the group's first row."""
+
+    plan: GroupPlan
+    sequence: Sequence
+    first_row: int
+    token_ids: tuple[int, ...]
+    draft: tuple[int, ...]
+    num_trimmed: int
+    wanted: range
+
+    def pick_rows(self) -> list[PickRow]:
+        """The pick of a row stands one position after it."""
+        sequence, first = self.sequence, self.plan.start + 1
+        return [PickRow(sequence.params, sequence.seed, sequence.sample, first + row) for row in self.wanted]
+
+
+class Prepared(NamedTuple):
+    """A step's rows, ready for the forward."""
+
+    groups: tuple[RowGroup, ...]
+    batch: Batch
+
+
 class Outcome(NamedTuple):
     """A step's verdicts and the hidden rows behind them. Nothing is committed yet."""
 
@@ -53,16 +77,20 @@ class Step:
         self._pick = pick
         self._num_valid = num_valid
 
-    def run(
+    def prepare(
         self, plan: StepPlan, sequences: Mapping[SequenceKey, Sequence], *, drafting: bool = True
-    ) -> Outcome:
-        """Everything of a step that may raise. It writes rings and pages past the committed rows only; prompt chunks
-        alone advance a state in place, so their sequences start over when this raises. Without `drafting` the
-        drafter is not called at all."""
+    ) -> Prepared:
+        """Drafts and a batch for a plan. Where this raises no row was written but a drafter's own. Without `drafting`
+        the drafter is not called at all."""
         self._reserve(plan, sequences)
         drafts = self._propose(plan, sequences) if drafting else []
         groups = self._rows(plan, sequences, drafts)
-        batch = self._batch(groups, len(plan.generated))
+        return Prepared(tuple(groups), self._batch(groups, len(plan.generated)))
+
+    def run(self, prepared: Prepared) -> Outcome:
+        """Forward, pick, cut. It writes rings and pages past the committed rows only; prompt chunks alone advance a
+        state in place, so their sequences start over when this raises."""
+        groups, batch = prepared
         hidden = self._model.forward(batch, self._pool)
         logits = self._model.logits(hidden.index_select(0, batch.logit_rows))
         picks = iter(self._pick(logits, [row for group in groups for row in group.pick_rows()]))
@@ -107,8 +135,8 @@ class Step:
 
     def _rows(
         self, plan: StepPlan, sequences: Mapping[SequenceKey, Sequence], drafts: Seq[Draft]
-    ) -> list[_RowGroup]:
-        groups: list[_RowGroup] = []
+    ) -> list[RowGroup]:
+        groups: list[RowGroup] = []
         first_row = 0
         for i, group in enumerate(plan.groups):
             sequence = sequences[group.key]
@@ -120,7 +148,7 @@ class Step:
             num_wanted = (1 if is_last else 0) if group.is_prompt else len(tokens)
             wanted = range(len(tokens) - num_wanted, len(tokens))
             groups.append(
-                _RowGroup(group, sequence, first_row, tokens, draft, len(proposed) - len(draft), wanted)
+                RowGroup(group, sequence, first_row, tokens, draft, len(proposed) - len(draft), wanted)
             )
             first_row += len(tokens)
         return groups
@@ -133,30 +161,13 @@ class Step:
                 return draft[:i]
         return draft
 
-    def _batch(self, groups: Seq[_RowGroup], num_generated: int) -> Batch:
+    def _batch(self, groups: Seq[RowGroup], num_generated: int) -> Batch:
         specs = [RowSpec(g.plan.slot, g.plan.start, g.token_ids, g.sequence.pages) for g in groups]
         wanted = [g.first_row + row for g in groups for row in g.wanted]
         return build_batch(specs[:num_generated], specs[num_generated:], wanted, self._pool)
 
 
-class _RowGroup(NamedTuple):
-    """A sequence's rows in this step; `wanted` are the rows whose picks count, from the group's first row."""
-
-    plan: GroupPlan
-    sequence: Sequence
-    first_row: int
-    token_ids: tuple[int, ...]
-    draft: tuple[int, ...]
-    num_trimmed: int
-    wanted: range
-
-    def pick_rows(self) -> list[PickRow]:
-        """The pick of a row stands one position after it."""
-        sequence, first = self.sequence, self.plan.start + 1
-        return [PickRow(sequence.params, sequence.seed, sequence.sample, first + row) for row in self.wanted]
-
-
-def _verdict(group: _RowGroup, picks: Seq[Pick]) -> Verdict:
+def _verdict(group: RowGroup, picks: Seq[Pick]) -> Verdict:
     """Accept, then cut at the earliest end."""
     key, num_rows = group.plan.key, len(group.token_ids)
     if not picks:  # the chunk ends inside the prompt

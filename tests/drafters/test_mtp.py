@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,15 @@ class Driver:
     def add(self, prompt: Seq[int], params: SamplingParams = SAMPLED) -> Sequence:
         slot, pages = self.pool.acquire(NUM_POSITIONS)
         sequence = Sequence(
-            SequenceKey(len(self.sequences), 0), 0, 0, len(prompt), list(prompt), params, 3, 99, SpeculationStats()
+            SequenceKey(len(self.sequences), 0),
+            0,
+            0,
+            len(prompt),
+            list(prompt),
+            params,
+            3,
+            99,
+            SpeculationStats(),
         )
         sequence.slot, sequence.pages = slot, pages
         self.sequences.append(sequence)
@@ -93,7 +102,10 @@ class Driver:
 
     def step(self, plan: Seq[tuple[Sequence, int, int, int]]) -> list[tuple[int, ...]]:
         """(sequence, drafts to ask for, drafts to take, the token after them) each; the drafts."""
-        drafts = [d.token_ids for d in self.drafter.propose([Ask(sequence, depth) for sequence, depth, _, _ in plan])]
+        drafts = [
+            d.token_ids
+            for d in self.drafter.propose([Ask(sequence, depth) for sequence, depth, _, _ in plan])
+        ]
         specs, committed, first_row = [], [], 0
         for (sequence, _, num_taken, _), draft in zip(plan, drafts, strict=True):
             fed = (sequence.token_ids[-1], *draft)
@@ -124,7 +136,9 @@ class Driver:
         return self.drafter.propose([Ask(sequence, depth)])[0].token_ids
 
 
-def fresh(loaded: LoadedModel, token_ids: Seq[int], prompt_len: int, params: SamplingParams = SAMPLED) -> tuple[Driver, Sequence]:
+def fresh(
+    loaded: LoadedModel, token_ids: Seq[int], prompt_len: int, params: SamplingParams = SAMPLED
+) -> tuple[Driver, Sequence]:
     """The same sequence on an empty pool, where no draft was ever made."""
     driver = Driver(loaded, seed=9)
     sequence = driver.add(token_ids[:prompt_len], params)
@@ -142,7 +156,9 @@ def assert_like_fresh(loaded: LoadedModel, driver: Driver, sequence: Sequence) -
     assert drafts == other.drafts_of(twin)
     assert len(drafts) == DEPTH
     for mine, theirs in zip(driver.head_rows(sequence), other.head_rows(twin), strict=True):
-        assert not mine.isnan().any(), f"a hole at {mine.isnan().flatten(1).any(1).nonzero().flatten().tolist()}"
+        assert not mine.isnan().any(), (
+            f"a hole at {mine.isnan().flatten(1).any(1).nonzero().flatten().tolist()}"
+        )
         assert torch.equal(mine, theirs)
 
 
@@ -152,7 +168,9 @@ def tokens(num: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("params", [greedy(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("pattern", [[0], [1], [2], [3], [4], [4, 0, 2, 1, 3]], ids=str)
-def test_accepting_some_of_the_drafts(pattern: list[int], params: SamplingParams, loaded: LoadedModel) -> None:
+def test_accepting_some_of_the_drafts(
+    pattern: list[int], params: SamplingParams, loaded: LoadedModel
+) -> None:
     driver = Driver(loaded)
     sequence = driver.add(tokens(20), params)
     driver.prompt(sequence, anchor=17)
@@ -251,9 +269,9 @@ def test_a_row_that_is_no_number_ends_the_chain(
         expected = [driver.drafts_of(first), driver.drafts_of(second)]
         sound, calls = driver.drafter._head.logits, 0
 
-        def logits(hidden: Tensor, bad: float = bad) -> Tensor:
+        def logits(hidden: Tensor, bad: float = bad, sound: Any = sound) -> Tensor:
             nonlocal calls
-            rows = sound(hidden).clone()
+            rows: Tensor = sound(hidden).clone()
             if calls == num_sound:
                 rows[0] = bad
             calls += 1
@@ -297,7 +315,11 @@ class KnowingHead:
 PROMPT_LENGTHS = (1, 2, 63, 64, 65, 130)
 
 
-@pytest.mark.parametrize("params", [greedy(max_tokens=25), SamplingParams(temperature=1.0, max_tokens=25, ignore_eos=True)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params",
+    [greedy(max_tokens=25), SamplingParams(temperature=1.0, max_tokens=25, ignore_eos=True)],
+    ids=["greedy", "sampled"],
+)
 @pytest.mark.parametrize(("depth", "budget"), [(1, 2048), (4, 2048), (4, 70), (16, 100), (3, 5)])
 def test_a_head_that_knows_is_always_right(depth: int, budget: int, params: SamplingParams) -> None:
     """Through a whole engine, several sequences and chunked prompts: every draft is accepted, so that positions, tokens,
@@ -313,6 +335,8 @@ def test_a_head_that_knows_is_always_right(depth: int, budget: int, params: Samp
     )
     requests = [([4 + i * n % 40 for i in range(n)], params) for n in PROMPT_LENGTHS]
     got = run(engine, requests)
-    assert [emitted(s) for s in got] == [emitted(s) for s in run(make_engine(Target(), max_num_seqs=8), requests)]
+    assert [emitted(s) for s in got] == [
+        emitted(s) for s in run(make_engine(Target(), max_num_seqs=8), requests)
+    ]
     stats = engine.scheduler.stats
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0

@@ -50,7 +50,11 @@ def scripted(outputs: Mapping[tuple[int, ...], Seq[int | None]]) -> Rule:
     def rule(history: tuple[int, ...]) -> int | None:
         for prompt, said in outputs.items():
             at = len(history) - len(prompt)
-            if 0 <= at < len(said) and history[: len(prompt)] == prompt and history[len(prompt) :] == tuple(said[:at]):
+            if (
+                0 <= at < len(said)
+                and history[: len(prompt)] == prompt
+                and history[len(prompt) :] == tuple(said[:at])
+            ):
                 return said[at]
         return hashed(history)
 
@@ -64,7 +68,9 @@ class Target:
     state in place. `batches` holds what was run.
     """
 
-    def __init__(self, rule: Rule = hashed, *, vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = (EOS,)) -> None:
+    def __init__(
+        self, rule: Rule = hashed, *, vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = (EOS,)
+    ) -> None:
         self.rule = rule
         self.ops: Ops = reference.ops()
         self.config = ModelConfig(
@@ -153,12 +159,16 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """An engine around a target; `depth` None is plain decode. Pools start as NaN."""
-    spec = None if depth is None else SpeculativeConfig(method, num_speculative_tokens=depth, prompt_lookup_min=1)
+    spec = (
+        None
+        if depth is None
+        else SpeculativeConfig(method, num_speculative_tokens=depth, prompt_lookup_min=1)
+    )
     options = {"max_model_len": 256, "max_num_seqs": 4, "skip_tokenizer_init": True} | options
     config = EngineConfig("scripted", spec, backend="torch", **options)
     with (
-        mock.patch.object(engine_module, "resolve", lambda model: directory),
-        mock.patch.object(engine_module, "load_model", lambda *args, **kwargs: LoadedModel(target, head)),  # type: ignore[arg-type]
+        mock.patch.object(engine_module, "resolve", return_value=directory),
+        mock.patch.object(engine_module, "load_model", return_value=LoadedModel(target, head)),  # type: ignore[arg-type]
     ):
         engine = Engine(config, drafter)
     if poisoned:

@@ -33,7 +33,7 @@ PROMPTS = [(5,), (6, 7, 8), tuple(range(4, 44)) * 2, (9, 9), tuple(range(40, 4, 
 
 
 def sampled(seed: int | None = None, **options: Any) -> SamplingParams:
-    return SamplingParams(temperature=1.0, seed=seed, max_tokens=12, **options)
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True, **options)
 
 
 def tokens(sequences: Seq[Sequence]) -> list[list[int]]:
@@ -121,7 +121,9 @@ def test_abort_between_steps(victim: int, num_steps: int) -> None:
     expected = tokens(run(make_engine(Target()), requests))
     target = Target()
     script = cycle((3, 1), (3, 3), (0, 0))
-    engine = make_engine(target, depth=3, drafter=drafting(target, script), max_num_seqs=3, max_num_batched_tokens=70)
+    engine = make_engine(
+        target, depth=3, drafter=drafting(target, script), max_num_seqs=3, max_num_batched_tokens=70
+    )
     ids = [engine.add_request(prompt, params) for prompt, params in requests]
     seen: list[int] = []
     for _ in range(num_steps):
@@ -138,7 +140,11 @@ def test_abort_between_steps(victim: int, num_steps: int) -> None:
 
 
 def hybrid(model: Path, depth: int | None = None, drafter: Any = None, **options: Any) -> Engine:
-    spec = None if depth is None else SpeculativeConfig("ngram", num_speculative_tokens=depth, prompt_lookup_min=1)
+    spec = (
+        None
+        if depth is None
+        else SpeculativeConfig("ngram", num_speculative_tokens=depth, prompt_lookup_min=1)
+    )
     options = {"max_num_seqs": 3, "skip_tokenizer_init": True, "backend": "torch"} | options
     engine = Engine(EngineConfig(str(model), spec, max_model_len=256, **options), drafter)
     poison(engine, random.Random(0))
@@ -148,7 +154,10 @@ def hybrid(model: Path, depth: int | None = None, drafter: Any = None, **options
 def some_requests(num: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(seed)
     return [
-        ([rng.randrange(1, 101) for _ in range(rng.choice((1, 5, 64, 70)))], greedy(max_tokens=6, ignore_eos=True))
+        (
+            [rng.randrange(1, 101) for _ in range(rng.choice((1, 5, 64, 70)))],
+            greedy(max_tokens=6, ignore_eos=True),
+        )
         for _ in range(num)
     ]
 
@@ -205,7 +214,11 @@ def test_to_the_last_token_of_the_context(prompt_len: int, depth: int | None) ->
     prompt = tuple(4 + i % 40 for i in range(prompt_len))
     target = Target()
     engine = make_engine(
-        target, depth=depth, drafter=depth and drafting(target, always_right), max_model_len=64, max_num_seqs=1
+        target,
+        depth=depth,
+        drafter=depth and drafting(target, always_right),
+        max_model_len=64,
+        max_num_seqs=1,
     )
     (got,) = run(engine, [(prompt, greedy(max_tokens=None))])
     assert len(got.token_ids) == 64
@@ -240,7 +253,10 @@ def test_advertised_concurrency_is_reached(num_seqs: int) -> None:
     page_bytes = 16 * 2 * 2 * 4  # positions, keys and values, head_dim, float32
     target = Target()
     engine = make_engine(
-        target, max_num_seqs=4, max_model_len=64, kv_cache_memory_bytes=num_seqs * 4 * page_bytes + page_bytes - 1
+        target,
+        max_num_seqs=4,
+        max_model_len=64,
+        kv_cache_memory_bytes=num_seqs * 4 * page_bytes + page_bytes - 1,
     )
     widest = 0
 
@@ -259,7 +275,9 @@ def test_a_context_that_does_not_fit_fails_at_the_start() -> None:
         make_engine(Target(), max_model_len=64, kv_cache_memory_bytes=4 * page_bytes - 1)
     assert "kv_cache_memory_bytes" in str(raised.value)
     assert "\n" not in str(raised.value)
-    with pytest.raises(ConfigError, match="max_model_len 513 is above the checkpoint's max_position_embeddings 512"):
+    with pytest.raises(
+        ConfigError, match="max_model_len 513 is above the checkpoint's max_position_embeddings 512"
+    ):
         make_engine(Target(), max_model_len=513)
 
 
@@ -285,7 +303,9 @@ def test_without_a_wish_the_context_is_what_fits() -> None:
         ([5], sampled(n=70_000), "n must be at most"),
     ],
 )
-def test_what_can_never_be_served_is_refused_in_one_sentence(prompt: Any, params: SamplingParams, message: str) -> None:
+def test_what_can_never_be_served_is_refused_in_one_sentence(
+    prompt: Any, params: SamplingParams, message: str
+) -> None:
     engine = make_engine(Target())
     with pytest.raises(RequestError) as raised:
         engine.add_request(prompt, params)

@@ -62,12 +62,16 @@ class Switch:
 
 @contextmanager
 def operators(ops: Ops) -> Iterator[None]:
-    with mock.patch.object(engine_module, "backend_ops", lambda name: ops):
+    with mock.patch.object(engine_module, "backend_ops", return_value=ops):
         yield
 
 
 def hybrid(model: Path, switch: Switch, method: str | None, depth: int = 2) -> Engine:
-    spec = None if method is None else SpeculativeConfig(method, num_speculative_tokens=depth, prompt_lookup_min=1)
+    spec = (
+        None
+        if method is None
+        else SpeculativeConfig(method, num_speculative_tokens=depth, prompt_lookup_min=1)
+    )
     config = EngineConfig(
         str(model),
         spec,
@@ -123,7 +127,9 @@ def kept_states(engine: Engine) -> Iterator[dict[SequenceKey, Mapping[str, Tenso
         yield states
 
 
-def run_with_fault(engine: Engine, switch: Switch, at: int = -1, is_after: bool = False) -> tuple[Ended, list[str]]:
+def run_with_fault(
+    engine: Engine, switch: Switch, at: int = -1, is_after: bool = False
+) -> tuple[Ended, list[str]]:
     """The requests, the last one arriving late, with a fault at one call of one step; what that step's calls were."""
     log: list[str] = []
     with kept_states(engine) as states:
@@ -153,7 +159,14 @@ def test_a_fault_at_each_operator_call_of_a_step(random_model: Path, method: str
     engine = hybrid(random_model, switch, method)
     sound, log = run_with_fault(engine, switch)
     sound.assert_equal(expected)
-    assert {"conv_verify", "gdn_verify", "conv_prefill", "gdn_chunk", "attention_verify", "attention_prefill"} <= set(log)
+    assert {
+        "conv_verify",
+        "gdn_verify",
+        "conv_prefill",
+        "gdn_chunk",
+        "attention_verify",
+        "attention_prefill",
+    } <= set(log)
     assert {"masked_argmax", "gumbel", "linear"} <= set(log), "pick and logits are part of the step"
     for at, name in enumerate(log):
         if method is None and name not in WRITERS:
@@ -214,7 +227,11 @@ def test_a_request_that_always_fails_ends_alone(victim: int, from_position: int)
     last = len(PROMPTS[victim]) + 14 - 1  # rows that it feeds in all
     for number, sequence in enumerate(got):
         if number != victim or last <= from_position:
-            assert (emitted(sequence), sequence.finish_reason, sequence.error) == (expected[number], "length", None)
+            assert (emitted(sequence), sequence.finish_reason, sequence.error) == (
+                expected[number],
+                "length",
+                None,
+            )
     if last > from_position:
         broken = got[victim]
         assert broken.finish_reason == "error"
@@ -243,7 +260,9 @@ def test_a_nan_row_behind_drafts_that_are_right() -> None:
     """The accepted drafts before it are emitted, as plain decode emits them."""
     said = [10, 11, 12, None]
     target = Target(scripted({(6, 7): said}))
-    engine = make_engine(target, depth=8, drafter=drafting(target, lambda s, limit: (5, 5), lambda s: [10, 11, 12, 13, 14, 15]))
+    engine = make_engine(
+        target, depth=8, drafter=drafting(target, lambda s, limit: (5, 5), lambda s: [10, 11, 12, 13, 14, 15])
+    )
     (got,) = run(engine, [((6, 7), greedy(max_tokens=20))])
     assert (emitted(got), got.finish_reason) == ([10, 11, 12], "error")
 
@@ -320,12 +339,22 @@ class Interrupted(Target):
 def test_an_interrupt_passes_and_the_engine_goes_on(at: int) -> None:
     expected = plain()
     target = Interrupted(at)
-    engine = make_engine(target, depth=3, drafter=drafting(target, cycle((3, 1), (3, 3))), max_num_seqs=3, max_num_batched_tokens=70)
+    engine = make_engine(
+        target,
+        depth=3,
+        drafter=drafting(target, cycle((3, 1), (3, 3))),
+        max_num_seqs=3,
+        max_num_batched_tokens=70,
+    )
     ids = [engine.add_request(*request) for request in requests_of()]
     ended: dict[int, Sequence] = {}
-    with pytest.raises(KeyboardInterrupt):
+
+    def go_on() -> None:
         while engine.has_work:
-            ended |= {e.sequence.request_id: e.sequence for e in engine.step() if e.finish_reason}
+            ended.update({e.sequence.request_id: e.sequence for e in engine.step() if e.finish_reason})
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on()
     rest = finish(engine, [i for i in ids if i not in ended])
     got = {**ended, **{s.request_id: s for s in rest}}
     assert [emitted(got[i]) for i in ids] == expected

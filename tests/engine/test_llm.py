@@ -37,8 +37,8 @@ def make_llm(target: Target | None = None, **options: Any) -> LLM:
         "backend": "torch",
     } | options
     with (
-        mock.patch.object(engine_module, "resolve", lambda model: Path("/nowhere")),
-        mock.patch.object(engine_module, "load_model", lambda *args, **kwargs: LoadedModel(target, None)),  # type: ignore[arg-type]
+        mock.patch.object(engine_module, "resolve", return_value=Path("/nowhere")),
+        mock.patch.object(engine_module, "load_model", return_value=LoadedModel(target, None)),  # type: ignore[arg-type]
     ):
         return LLM("scripted", **options)
 

@@ -79,8 +79,8 @@ def fixed(propose: Callable[[Seq[Ask]], list[Draft]]) -> DrafterFactory:
     ids=str,
 )
 def test_patterns_equal_plain_decode(steps: list[tuple[int, int]]) -> None:
-    """P01: K=4 accept 2, none, K=4 accept 4, none, and so on for 200 tokens."""
-    requests = [(prompt[:50], greedy(max_tokens=200)) for prompt in PROMPTS]
+    """P01: K=4 accept 2, none, K=4 accept 4, none, and so on for 100 tokens."""
+    requests = [(prompt[:50], greedy(max_tokens=100)) for prompt in PROMPTS]
     target = Target()
     engine = make_engine(target, depth=4, drafter=drafting(target, cycle(*steps)))
     got = run(engine, requests)
@@ -99,7 +99,7 @@ def test_wrong_at_a_random_place_each_round() -> None:
         num_drafts = rng.randint(0, limit)
         return num_drafts, rng.randint(0, num_drafts)
 
-    requests = [(prompt[:3], greedy(max_tokens=250)) for prompt in PROMPTS]
+    requests = [(prompt[:3], greedy(max_tokens=150)) for prompt in PROMPTS]
     target = Target()
     engine = make_engine(target, depth=7, drafter=drafting(target, script), max_num_seqs=3)
     assert [emitted(s) for s in run(engine, requests)] == plain(requests)
@@ -151,7 +151,9 @@ def test_a_draft_ends_at_what_is_no_token(bad: int, place: int) -> None:
         drafts = []
         for ask in asks:
             tokens = expected[ask.sequence.num_emitted :][: ask.num_drafts]
-            drafts.append(Draft((*tokens[:place], bad, *tokens[place + 1 :]) if len(tokens) > place else tuple(tokens)))
+            drafts.append(
+                Draft((*tokens[:place], bad, *tokens[place + 1 :]) if len(tokens) > place else tuple(tokens))
+            )
         return drafts
 
     engine = make_engine(Target(), depth=4, drafter=fixed(propose))
@@ -170,7 +172,9 @@ def test_more_drafts_than_asked_are_dropped_and_counted() -> None:
     engine = make_engine(
         Target(),
         depth=2,
-        drafter=fixed(lambda asks: [Draft(tuple(expected[a.sequence.num_emitted :]) + (7,) * 5) for a in asks]),
+        drafter=fixed(
+            lambda asks: [Draft(tuple(expected[a.sequence.num_emitted :]) + (7,) * 5) for a in asks]
+        ),
     )
     (got,) = run(engine, requests)
     assert emitted(got) == expected
@@ -179,7 +183,9 @@ def test_more_drafts_than_asked_are_dropped_and_counted() -> None:
     assert got.stats.num_trimmed_tokens >= 5 * got.stats.num_drafts
 
 
-@pytest.mark.parametrize("answer", [lambda asks: [], lambda asks: [Draft() for _ in asks], lambda asks: [Draft((9,))]])
+@pytest.mark.parametrize(
+    "answer", [lambda asks: [], lambda asks: [Draft() for _ in asks], lambda asks: [Draft((9,))]]
+)
 def test_fewer_drafts_than_asked(answer: Callable[[Seq[Ask]], list[Draft]]) -> None:
     requests = [((5, n), greedy(max_tokens=9)) for n in range(4, 7)]
     engine = make_engine(Target(), depth=3, drafter=fixed(answer))
@@ -217,10 +223,10 @@ def test_a_run_commits_nothing_and_can_be_repeated() -> None:
     scheduler, pool = engine.scheduler, engine.pool
     before = [(s.token_ids.copy(), s.num_committed, s.last_step) for s in scheduler.running.values()]
     plan = scheduler.plan()
-    first = engine._step.run(plan, scheduler.running)
+    first = engine._step.run(engine._step.prepare(plan, scheduler.running))
     assert [(s.token_ids, s.num_committed, s.last_step) for s in scheduler.running.values()] == before
     assert pool.num_committed[:3] == [1, 2, 0]
-    second = engine._step.run(plan, scheduler.running)
+    second = engine._step.run(engine._step.prepare(plan, scheduler.running))
     assert second.verdicts == first.verdicts
     assert [v.num_rows for v in first.verdicts] == [4, 4, 2]
     assert [len(v.token_ids) for v in first.verdicts] == [4, 4, 1]
@@ -236,7 +242,8 @@ def test_without_drafting_the_drafter_is_not_asked() -> None:
         raise AssertionError("asked")
 
     engine._step._drafter = Fixed(propose)
-    outcome = engine._step.run(engine.scheduler.plan(), engine.scheduler.running, drafting=False)
+    prepared = engine._step.prepare(engine.scheduler.plan(), engine.scheduler.running, drafting=False)
+    outcome = engine._step.run(prepared)
     assert [v.num_rows for v in outcome.verdicts] == [1, 1, 2]
 
 
@@ -251,7 +258,7 @@ def test_a_plan_that_does_not_fit_raises_before_any_work(what: str) -> None:
         first = first._replace(start=engine.scheduler.running[first.key].prompt_len + 15)
     num_batches = len(target.batches)
     with pytest.raises(CapacityError, match=f"do not fit slot {first.slot}"):
-        engine._step.run(plan._replace(generated=(first, *others)), engine.scheduler.running)
+        engine._step.prepare(plan._replace(generated=(first, *others)), engine.scheduler.running)
     assert len(target.batches) == num_batches
 
 
@@ -259,14 +266,21 @@ def test_a_plan_that_does_not_fit_raises_before_any_work(what: str) -> None:
 def test_each_step_emits_for_everyone_that_it_holds(depth: int) -> None:
     """P25: at least one token a step and generating sequence, and a first token with a prompt's last chunk."""
     target = Target()
-    engine = make_engine(target, depth=depth, drafter=drafting(target, cycle((4, 0), (4, 3), (1, 1))), max_num_batched_tokens=70)
+    engine = make_engine(
+        target,
+        depth=depth,
+        drafter=drafting(target, cycle((4, 0), (4, 3), (1, 1))),
+        max_num_batched_tokens=70,
+    )
     for prompt in PROMPTS:
         engine.add_request(prompt, greedy(max_tokens=11))
     num_steps = 0
     while engine.has_work:
         engine.scheduler.admit()
         plan = engine.scheduler.plan()
-        ends = {g.key for g in plan.prompt if g.start + g.num_known == engine.scheduler.running[g.key].prompt_len}
+        ends = {
+            g.key for g in plan.prompt if g.start + g.num_known == engine.scheduler.running[g.key].prompt_len
+        }
         expected = {g.key for g in plan.generated} | ends
         events = engine.step()
         assert {e.sequence.key for e in events if e.token_ids} == expected
@@ -282,7 +296,7 @@ def test_an_eos_among_the_drafts_is_where_state_ends_too() -> None:
     engine.add_request((5, 6), greedy(max_tokens=20))
     engine.step()
     plan = engine.scheduler.plan()
-    outcome = engine._step.run(plan, engine.scheduler.running)
+    outcome = engine._step.run(engine._step.prepare(plan, engine.scheduler.running))
     (verdict,) = outcome.verdicts
     assert (verdict.token_ids, verdict.num_rows, verdict.finish_reason) == ((11, EOS), 2, "stop")
     assert (verdict.num_drafts, verdict.num_accepted) == (6, 2)

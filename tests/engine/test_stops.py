@@ -58,22 +58,30 @@ CASES = {
     "EOS in a draft window": Case([10, 11, EOS, 20, 21, 22], {"max_tokens": 20}, 3, "stop"),
     "EOS is the first token": Case([EOS, 20, 21], {"max_tokens": 20}, 1, "stop"),
     "the second of several EOS ids": Case([10, SECOND_EOS, EOS, 21], {"max_tokens": 20}, 2, "stop"),
-    "EOS ignored": Case([10, EOS, 12, SECOND_EOS, 14, 15, 16], {"max_tokens": 6, "ignore_eos": True}, 6, "length"),
+    "EOS ignored": Case(
+        [10, EOS, 12, SECOND_EOS, 14, 15, 16], {"max_tokens": 6, "ignore_eos": True}, 6, "length"
+    ),
     "EOS ignored, but a stop id": Case(
         [10, EOS, 12], {"max_tokens": 6, "ignore_eos": True, "stop_token_ids": [EOS]}, 2, "stop", EOS
     ),
     "EOS and stop id in one": Case([10, EOS, 12], {"max_tokens": 6, "stop_token_ids": [EOS]}, 2, "stop"),
-    "a stop id": Case([10, 11, STOP, 20, 21, 22], {"max_tokens": 5, "stop_token_ids": [STOP]}, 3, "stop", STOP),
+    "a stop id": Case(
+        [10, 11, STOP, 20, 21, 22], {"max_tokens": 5, "stop_token_ids": [STOP]}, 3, "stop", STOP
+    ),
     "a stop id past the length": Case(
         [10, 11, 12, 20, 21, 22, STOP], {"max_tokens": 5, "stop_token_ids": [STOP]}, 5, "length"
     ),
-    "a stop id at the length": Case([10, 11, 12, 20, STOP], {"max_tokens": 5, "stop_token_ids": [STOP]}, 5, "stop", STOP),
+    "a stop id at the length": Case(
+        [10, 11, 12, 20, STOP], {"max_tokens": 5, "stop_token_ids": [STOP]}, 5, "stop", STOP
+    ),
     "EOS at the length": Case([10, 11, EOS], {"max_tokens": 3}, 3, "stop"),
     "the earlier of two stop ids": Case(
         [10, 12, STOP, 11], {"max_tokens": 9, "stop_token_ids": [STOP, 12]}, 2, "stop", 12
     ),
     "EOS before a stop id": Case([10, EOS, STOP], {"max_tokens": 9, "stop_token_ids": [STOP]}, 2, "stop"),
-    "a stop id before EOS": Case([10, STOP, EOS], {"max_tokens": 9, "stop_token_ids": [STOP]}, 2, "stop", STOP),
+    "a stop id before EOS": Case(
+        [10, STOP, EOS], {"max_tokens": 9, "stop_token_ids": [STOP]}, 2, "stop", STOP
+    ),
     "a stop id in the prompt": Case([10, 11, 12], {"max_tokens": 3, "stop_token_ids": [5, 6]}, 3, "length"),
     **{f"max_tokens {n}": Case([10, 11, 12, 20, 21], {"max_tokens": n}, n, "length") for n in (1, 2, 3, 4)},
     "max_model_len": Case(list(range(10, 40)), {"max_tokens": None}, 14, "length"),
@@ -102,7 +110,10 @@ def test_ends(case: Case, drafter: tuple[int | None, Any]) -> None:
 
 # Stop strings, over a real byte-level tokenizer
 
-CORPUS = ["the end of the road, said the old fox: größer 東京 🙂\n", "this is the end. that is not the end!\n"] * 3
+CORPUS = [
+    "the end of the road, said the old fox: größer 東京 🙂\n",
+    "this is the end. that is not the end!\n",
+] * 3
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +122,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=["<pad>", "<eos>", "<other>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=80, special_tokens=["<pad>", "<eos>", "<other>"], show_progress=False
+    )
     library.train_from_iterator(CORPUS, trainer)
     path = tmp_path_factory.mktemp("tokenizer")
     library.save(str(path / "tokenizer.json"))
@@ -133,12 +146,16 @@ STRINGS: list[tuple[list[str], str, str | None]] = [
 ]
 
 
-def text_engine(directory: Path, depth: int | None, script: Any, text: str = TEXT) -> tuple[Engine, list[int]]:
+def text_engine(
+    directory: Path, depth: int | None, script: Any, text: str = TEXT
+) -> tuple[Engine, list[int]]:
     """An engine whose target says `text` after the prompt, then EOS; and the ids of that text."""
     said = [*Tokenizer.from_directory(directory).encode(text), EOS]
     target = Target(scripted({PROMPT: said}), vocab_size=128)
     drafter = drafting(target, script) if depth else None
-    return make_engine(target, depth=depth, drafter=drafter, directory=directory, skip_tokenizer_init=False), said
+    return make_engine(
+        target, depth=depth, drafter=drafter, directory=directory, skip_tokenizer_init=False
+    ), said
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda d: f"{d[0]}-{getattr(d[1], '__name__', 'cycle')}")
@@ -167,7 +184,12 @@ def test_the_stops_do_span_tokens(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     ids = tokenizer.encode(TEXT)
     pieces = [tokenizer.decode([token]) for token in ids]
-    spanning = [stop for stops, _, _ in STRINGS for stop in stops if stop in TEXT and not any(stop in p for p in pieces)]
+    spanning = [
+        stop
+        for stops, _, _ in STRINGS
+        for stop in stops
+        if stop in TEXT and not any(stop in p for p in pieces)
+    ]
     assert {"the end", "end of", "not the", "東", "🙂"} <= set(spanning)
 
 

@@ -22,7 +22,9 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).abs().max() / expected.abs().max())
 
 
-def groups_of(triples: Sequence[tuple[int, int, int]], pages: Sequence[Sequence[int]] | None = None) -> Groups:
+def groups_of(
+    triples: Sequence[tuple[int, int, int]], pages: Sequence[Sequence[int]] | None = None
+) -> Groups:
     """Groups from (slot, start, num_rows) triples, with a page list each where attention is meant."""
     return Groups.build(list(triples), [list(p) for p in pages] if pages else [[] for _ in triples], CPU)
 

@@ -87,7 +87,9 @@ class Cache:
 def plain_rows(cache: Cache, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(q, k, v, gate) of projected rows from position 0, norms and rotation by the book."""
     s, x = cache.shape, x.double()
-    queries, keys, values = x.split([2 * s.num_heads * s.dim, s.num_kv_heads * s.dim, s.num_kv_heads * s.dim], dim=1)
+    queries, keys, values = x.split(
+        [2 * s.num_heads * s.dim, s.num_kv_heads * s.dim, s.num_kv_heads * s.dim], dim=1
+    )
     q, gate = queries.view(len(x), s.num_heads, 2, s.dim).unbind(2)
     k = keys.view(len(x), s.num_kv_heads, s.dim)
     q, k = (
@@ -110,7 +112,15 @@ def test_a_sequence_against_plain_softmax(shape: Shape, dtype: torch.dtype) -> N
     """A prompt of one unit and a tail, then ragged verifies over the block edge at 128."""
     cache, x = Cache(shape, dtype), randn(140, shape.width).to(dtype)
     parts, start = [], 0
-    for num_rows, is_prompt in [(64, True), (33, True), (1, False), (17, False), (13, False), (5, False), (7, False)]:
+    for num_rows, is_prompt in [
+        (64, True),
+        (33, True),
+        (1, False),
+        (17, False),
+        (13, False),
+        (5, False),
+        (7, False),
+    ]:
         parts.append(cache.run({1: Rows(start, x[start : start + num_rows])}, is_prompt=is_prompt)[1])
         start += num_rows
     assert start == 140

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -48,7 +49,9 @@ class Layer:
 
     def run(self, projected: Tensor, triples: list[tuple[int, int, int]]) -> Tensor:
         groups = groups_of(triples)
-        q, k, v, g, beta = conv_prefill(projected, *self.weights, self.ring_x, self.ring_k, self.ring_g, groups)
+        q, k, v, g, beta = conv_prefill(
+            projected, *self.weights, self.ring_x, self.ring_k, self.ring_g, groups
+        )
         return gdn_chunk(q, k, v, g, beta, self.ssm, self.num_folded, groups)
 
 
@@ -56,8 +59,10 @@ def prompts(shape: GdnShape, dtype: torch.dtype = torch.float32) -> list[Tensor]
     return [randn(n, shape.width, seed=n).to(dtype) for n in LENGTHS]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, torch.float32) for shape in SHAPES), (SHAPES[0], torch.bfloat16), (SHAPES[5], torch.bfloat16)],
+)
 def test_ragged_batch_against_the_loop(shape: GdnShape, dtype: torch.dtype) -> None:
     layer, inputs = Layer(shape, dtype), prompts(shape, dtype)
     triples = [(slot + 1, 0, len(x)) for slot, x in enumerate(inputs)]
@@ -70,7 +75,9 @@ def test_ragged_batch_against_the_loop(shape: GdnShape, dtype: torch.dtype) -> N
         assert relative_error(layer.ssm[slot], plain.rule.state) < TOLERANCE[dtype], num_rows
         assert layer.num_folded[slot].unique().tolist() == [num_rows]
         kept = range(max(0, num_rows - layer.conv_ring), num_rows)
-        assert all(torch.equal(layer.ring_x[slot, p % layer.conv_ring], x[p, : shape.num_channels]) for p in kept)
+        assert all(
+            torch.equal(layer.ring_x[slot, p % layer.conv_ring], x[p, : shape.num_channels]) for p in kept
+        )
         first += num_rows
     assert layer.ssm[0].isnan().all(), "a slot outside the batch was written"
     assert layer.ring_k.isnan().all()
@@ -85,9 +92,7 @@ def test_a_prompt_in_pieces(cuts: list[int]) -> None:
     whole, pieces = Layer(shape), Layer(shape)
     expected = whole.run(x, [(1, 0, 170)])
     bounds = [0, *cuts, 170]
-    parts = [
-        pieces.run(x[first:last], [(2, first, last - first)]) for first, last in zip(bounds, bounds[1:], strict=False)
-    ]
+    parts = [pieces.run(x[first:last], [(2, first, last - first)]) for first, last in pairwise(bounds)]
     assert torch.equal(torch.cat(parts), expected)
     assert torch.equal(pieces.ssm[2], whole.ssm[1])
     ends = torch.arange(170 - shape.conv_width + 1, 170) % whole.conv_ring
@@ -107,7 +112,10 @@ def test_company_and_order_change_no_bit() -> None:
         chosen = rng.sample(range(len(inputs)), rng.randint(2, len(inputs)))
         layer = Layer(shape)
         slots = rng.sample(range(layer.num_slots), len(chosen))
-        out = layer.run(torch.cat([inputs[n] for n in chosen]), [(s, 0, len(inputs[n])) for s, n in zip(slots, chosen, strict=True)])
+        out = layer.run(
+            torch.cat([inputs[n] for n in chosen]),
+            [(s, 0, len(inputs[n])) for s, n in zip(slots, chosen, strict=True)],
+        )
         for slot, n, rows in zip(slots, chosen, out.split([len(inputs[n]) for n in chosen]), strict=True):
             assert torch.equal(rows, alone[n].rows)
             assert torch.equal(layer.ssm[slot], alone[n].ssm)

@@ -67,8 +67,10 @@ class Layer:
         return torch.cat(parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, torch.float32) for shape in SHAPES), (SHAPES[0], torch.bfloat16), (SHAPES[5], torch.bfloat16)],
+)
 def test_ragged_groups_against_the_loop(shape: GdnShape, dtype: torch.dtype) -> None:
     """Every K from 0 to 16 and every count of kept rows comes up; wrong rows are random and leave no trace."""
     layer, rng = Layer(shape, dtype), random.Random(0)
@@ -97,7 +99,9 @@ def test_ragged_groups_against_the_loop(shape: GdnShape, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [GdnShape(ratio=3, conv_width=3), GdnShape(ratio=1)], ids=str)
 @pytest.mark.parametrize("fold_threshold", [0, 3, 16, 40])
-def test_rows_together_equal_rows_one_by_one(fold_threshold: int, shape: GdnShape, dtype: torch.dtype) -> None:
+def test_rows_together_equal_rows_one_by_one(
+    fold_threshold: int, shape: GdnShape, dtype: torch.dtype
+) -> None:
     """Bit for bit: K and the fold threshold are a question of speed."""
     x = randn(60, shape.width).to(dtype)
     expected = Layer(shape, dtype, fold_threshold=0).decode(1, x)
@@ -132,7 +136,9 @@ def test_company_and_order_change_no_bit() -> None:
             single, expected = alone[n]
             assert torch.equal(out[n], expected[n])
             for name in STATE:
-                assert torch.equal(getattr(layer, name)[n].nan_to_num(7.0), getattr(single, name)[n].nan_to_num(7.0)), name
+                assert torch.equal(
+                    getattr(layer, name)[n].nan_to_num(7.0), getattr(single, name)[n].nan_to_num(7.0)
+                ), name
 
 
 def test_a_verify_leaves_the_logical_state_alone() -> None:

@@ -33,7 +33,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.mark.parametrize("is_generated", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_row_does_not_see_the_row_count(size: tuple[int, int], is_generated: bool, dtype: torch.dtype) -> None:
+def test_a_row_does_not_see_the_row_count(
+    size: tuple[int, int], is_generated: bool, dtype: torch.dtype
+) -> None:
     inner, outer = size
     x, weight = randn(NUM_ROWS, inner).to(dtype), randn(outer, inner, seed=1).to(dtype)
     alone = rows_alone(x, weight, is_generated)

@@ -27,7 +27,8 @@ def one(row: list[float], num_valid: int | None = None) -> int:
 
 @settings(deadline=None, max_examples=300)
 @given(
-    st.lists(st.sampled_from((-INF, -2.0, -1.0, -0.0, 0.0, 1.0, 1.5, INF, NAN)), min_size=1, max_size=70), st.data()
+    st.lists(st.sampled_from((-INF, -2.0, -1.0, -0.0, 0.0, 1.0, 1.5, INF, NAN)), min_size=1, max_size=70),
+    st.data(),
 )
 def test_equals_a_loop(row: list[float], data: st.DataObject) -> None:
     num_valid = data.draw(st.integers(1, len(row)))
@@ -184,7 +185,9 @@ def test_moments() -> None:
     assert abs(variance - math.pi**2 / 6) < 5 * math.sqrt((fourth - (math.pi**2 / 6) ** 2) / count)
     ordered, _ = noise.flatten().sort()
     steps = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    assert float((torch.exp(-torch.exp(-ordered)) - steps).abs().max()) < 1.95 / math.sqrt(count), "Kolmogorov-Smirnov"
+    assert float((torch.exp(-torch.exp(-ordered)) - steps).abs().max()) < 1.95 / math.sqrt(count), (
+        "Kolmogorov-Smirnov"
+    )
 
 
 def test_the_tail_goes_on_beyond_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,9 @@ def running(draw: st.DrawFn, max_size: int = 9) -> list[SequenceView]:
         units = range(0, prompt_len, PROMPT_UNIT)
         committed = draw(st.sampled_from((*units, prompt_len, prompt_len + 5)))
         remaining, last_step = draw(st.integers(1, 20)), draw(st.integers(-1, 6))
-        views.append(SequenceView(SequenceKey(100 + slot, 0), slot, order, prompt_len, committed, remaining, last_step))
+        views.append(
+            SequenceView(SequenceKey(100 + slot, 0), slot, order, prompt_len, committed, remaining, last_step)
+        )
     return views
 
 
@@ -61,7 +63,9 @@ def test_budget(case: tuple[list[SequenceView], dict[SequenceKey, int], int]) ->
 
 @settings(deadline=None)
 @given(cases())
-def test_nobody_is_left_out_without_cause(case: tuple[list[SequenceView], dict[SequenceKey, int], int]) -> None:
+def test_nobody_is_left_out_without_cause(
+    case: tuple[list[SequenceView], dict[SequenceKey, int], int],
+) -> None:
     views, wanted, max_rows = case
     step = plan(views, wanted, max_rows)
     generating = {v.key for v in views if not v.is_prompting}
@@ -102,7 +106,11 @@ def test_groups(case: tuple[list[SequenceView], dict[SequenceKey, int], int]) ->
         assert [g.slot for g in groups] == sorted(g.slot for g in groups)
     for group in step.groups:
         view = by_key[group.key]
-        assert (group.slot, group.start, group.is_prompt) == (view.slot, view.num_committed, view.is_prompting)
+        assert (group.slot, group.start, group.is_prompt) == (
+            view.slot,
+            view.num_committed,
+            view.is_prompting,
+        )
     for group in step.generated:
         assert group.num_known == 1
         assert 0 <= group.num_drafts <= wanted[group.key]
@@ -111,7 +119,9 @@ def test_groups(case: tuple[list[SequenceView], dict[SequenceKey, int], int]) ->
         assert group.num_known > 0
         assert group.num_drafts == 0
         assert group.start % PROMPT_UNIT == 0
-        assert end == by_key[group.key].prompt_len or (end % PROMPT_UNIT == 0 and end < by_key[group.key].prompt_len)
+        assert end == by_key[group.key].prompt_len or (
+            end % PROMPT_UNIT == 0 and end < by_key[group.key].prompt_len
+        )
 
 
 @settings(deadline=None)
@@ -129,7 +139,9 @@ def test_a_plan_is_a_function_of_the_set_of_views(
 
 @settings(deadline=None)
 @given(running(), st.integers(0, 16), BUDGETS)
-def test_a_negative_or_zero_depth_gives_no_drafts(views: list[SequenceView], depth: int, max_rows: int) -> None:
+def test_a_negative_or_zero_depth_gives_no_drafts(
+    views: list[SequenceView], depth: int, max_rows: int
+) -> None:
     assert all(g.num_drafts == 0 for g in plan_step(views, lambda view: -depth, max_rows).groups)
 
 
@@ -150,7 +162,11 @@ def test_everyone_gets_on(views: list[SequenceView], depth: int, max_rows: int, 
         for key, view in list(live.items()):
             if key not in served:
                 waits[key] += 1
-                ahead = sum(-(-(v.prompt_len - v.num_committed) // PROMPT_UNIT) for v in prompts if v.order < view.order)
+                ahead = sum(
+                    -(-(v.prompt_len - v.num_committed) // PROMPT_UNIT)
+                    for v in prompts
+                    if v.order < view.order
+                )
                 assert waits[key] < len(views) if not view.is_prompting else ahead
                 continue
             waits[key] = 0
@@ -165,7 +181,9 @@ def test_everyone_gets_on(views: list[SequenceView], depth: int, max_rows: int, 
                 del live[key]
             else:
                 live[key] = view._replace(
-                    num_committed=view.num_committed + rows, num_remaining=view.num_remaining - emitted, last_step=number
+                    num_committed=view.num_committed + rows,
+                    num_remaining=view.num_remaining - emitted,
+                    last_step=number,
                 )
 
 

@@ -46,11 +46,15 @@ def make_pool(num_slots: int = 4, num_pages: int = 100) -> Pool:
     return Pool(SHAPE, num_slots, num_pages, 20, 4, torch.float32, torch.device("cpu"))
 
 
-def make_scheduler(pool: Pool, drafter: Recorder | None = None, *, max_rows: int = 100, width: int = 32) -> Scheduler:
+def make_scheduler(
+    pool: Pool, drafter: Recorder | None = None, *, max_rows: int = 100, width: int = 32
+) -> Scheduler:
     return Scheduler(SchedulerConfig(max_rows, 3, width), pool, drafter)
 
 
-def make_sequence(number: int, prompt_len: int = 5, max_tokens: int = 9, request_id: int | None = None) -> Sequence:
+def make_sequence(
+    number: int, prompt_len: int = 5, max_tokens: int = 9, request_id: int | None = None
+) -> Sequence:
     return Sequence(
         key=SequenceKey(number, 0),
         request_id=number if request_id is None else request_id,
@@ -64,7 +68,9 @@ def make_sequence(number: int, prompt_len: int = 5, max_tokens: int = 9, request
     )
 
 
-def verdict(sequence: Sequence, token_ids: tuple[int, ...], reason: str | None = None, **changes: object) -> Verdict:
+def verdict(
+    sequence: Sequence, token_ids: tuple[int, ...], reason: str | None = None, **changes: object
+) -> Verdict:
     plain = Verdict(sequence.key, 1, token_ids, (None,) * len(token_ids), 0, 0, 0, reason, None, "", None)
     return plain._replace(**changes)
 
@@ -108,7 +114,11 @@ def test_admission_is_first_come_first_served() -> None:
     """A short sequence does not pass a long one that waits for pages, so that the long one's turn comes."""
     pool = make_pool(num_slots=4, num_pages=10)
     scheduler = make_scheduler(pool)
-    sequences = [make_sequence(0, 1, 5 * PAGE_SIZE), make_sequence(1, 1, 7 * PAGE_SIZE), make_sequence(2, 1, 1)]
+    sequences = [
+        make_sequence(0, 1, 5 * PAGE_SIZE),
+        make_sequence(1, 1, 7 * PAGE_SIZE),
+        make_sequence(2, 1, 1),
+    ]
     for sequence in sequences:
         scheduler.add(sequence)
     scheduler.admit()
@@ -137,7 +147,12 @@ def test_a_finished_sequence_leaves_slot_pages_and_drafter() -> None:
     scheduler.admit()
     assert pool.pages.num_free < 100
     scheduler.finish(sequence, "length", 7)
-    assert (sequence.finish_reason, sequence.stop_reason, sequence.slot, sequence.pages) == ("length", 7, -1, [])
+    assert (sequence.finish_reason, sequence.stop_reason, sequence.slot, sequence.pages) == (
+        "length",
+        7,
+        -1,
+        [],
+    )
     assert (pool.slots.num_free, pool.pages.num_free) == (4, 100)
     assert drafter.released == [sequence.key]
     assert not scheduler.has_work

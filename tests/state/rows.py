@@ -153,7 +153,9 @@ class Driver:
         return OPS.gdn_verify(q, v, beta, *recurrence, *state, groups, pool.fold_threshold)
 
 
-def assert_equal(got: Sequence[Tensor] | dict[str, Tensor], expected: Sequence[Tensor] | dict[str, Tensor]) -> None:
+def assert_equal(
+    got: Sequence[Tensor] | dict[str, Tensor], expected: Sequence[Tensor] | dict[str, Tensor]
+) -> None:
     """Bit for bit, and without NaN."""
     names = list(expected) if isinstance(expected, dict) else range(len(expected))
     assert len(got) == len(expected)

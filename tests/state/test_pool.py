@@ -53,13 +53,15 @@ def test_accepting_some_of_the_rows(fold_threshold: int, conv_width: int, dtype:
 @st.composite
 def schedules(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     """Steps: verify some right and some wrong rows and keep the right ones, retry, fold, roll back."""
-    verify = st.tuples(st.just("verify"), st.integers(0, 6), st.integers(0, 6)).filter(lambda s: s[1] + s[2] <= 6)
+    verify = st.tuples(st.just("verify"), st.integers(0, 6), st.integers(0, 6)).filter(
+        lambda s: s[1] + s[2] <= 6
+    )
     fold = st.tuples(st.just("fold"), st.just(0), st.just(0))
     rollback = st.tuples(st.just("rollback"), st.integers(0, 4), st.just(0))
     return draw(st.lists(verify | verify | verify | fold | rollback, min_size=1, max_size=12))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(schedules(), st.sampled_from(FOLD_THRESHOLDS), st.sampled_from((0, 1, 2, 64, 65)))
 def test_any_schedule_ends_in_the_prefix_only_state(
     schedule: list[tuple[str, int, int]], fold_threshold: int, num_prompt: int
@@ -278,7 +280,9 @@ def test_ten_thousand_events() -> None:
 def test_an_impossible_pool_is_refused(sizes: tuple[int, int, int, int]) -> None:
     num_slots, num_pages, max_rows, fold_threshold = sizes
     with pytest.raises(ConfigError):
-        Pool(shape_of(), num_slots, num_pages, 1, max_rows, torch.float32, torch.device("cpu"), fold_threshold)
+        Pool(
+            shape_of(), num_slots, num_pages, 1, max_rows, torch.float32, torch.device("cpu"), fold_threshold
+        )
 
 
 def test_layout() -> None:
