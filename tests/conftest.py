@@ -6,7 +6,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--schedules", type=int, default=12, help="random schedules that the identity soak runs a backend")
+    parser.addoption(
+        "--schedules", type=int, default=12, help="random schedules that the identity soak runs a backend"
+    )
     parser.addoption("--soak-seed", type=int, default=0, help="seed of the identity soak")
 
 
