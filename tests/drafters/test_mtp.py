@@ -16,14 +16,23 @@ from metrale import reference
 from metrale.core import Sequence, SequenceKey
 from metrale.drafters.base import Ask, Committed
 from metrale.drafters.mtp import MtpDrafter
-from metrale.engine.engine import Engine
 from metrale.model.batch import Batch
 from metrale.model.build import RowSpec, build_batch
 from metrale.model.loader import LoadedModel, load_model
 from metrale.sampling.params import SamplingParams
 from metrale.state.pool import PAGE_SIZE, Pool
 from metrale.telemetry.statistics import SpeculationStats
-from tests.engine.scripted import Target, digest, emitted, greedy, make_engine, read, run
+from tests.engine.scripted import (
+    Target,
+    always_right,
+    digest,
+    drafting,
+    emitted,
+    greedy,
+    make_engine,
+    read,
+    run,
+)
 from tests.model import checkpoints
 
 VOCAB_SIZE = 101
@@ -312,7 +321,8 @@ class KnowingHead:
         return torch.tensor(out)
 
 
-PROMPT_LENGTHS = (1, 2, 63, 64, 65, 130)
+def requests_with(params: SamplingParams) -> list[tuple[list[int], SamplingParams]]:
+    return [([4 + i * n % 40 for i in range(n)], params) for n in (1, 2, 63, 64, 65, 130)]
 
 
 @pytest.mark.parametrize(
@@ -323,20 +333,44 @@ PROMPT_LENGTHS = (1, 2, 63, 64, 65, 130)
 @pytest.mark.parametrize(("depth", "budget"), [(1, 2048), (4, 2048), (4, 70), (16, 100), (3, 5)])
 def test_a_head_that_knows_is_always_right(depth: int, budget: int, params: SamplingParams) -> None:
     """Through a whole engine, several sequences and chunked prompts: every draft is accepted, so that positions, tokens,
-    cache rows and noise of drafts and target stand where they belong."""
+    cache rows and noise of drafts and target stand where they belong; and as many are made as by a drafter that is told the
+    answers."""
+    requests = requests_with(params)
+    plain = [emitted(s) for s in run(make_engine(Target(), max_num_seqs=8), requests)]
+    answers = {tuple(prompt): tokens for (prompt, _), tokens in zip(requests, plain, strict=True)}
+    options = {"depth": depth, "max_num_seqs": 4, "max_num_batched_tokens": budget}
     target = Target()
-    engine: Engine = make_engine(
-        target,
-        depth=depth,
-        method="mtp",
-        head=KnowingHead(target),
-        max_num_seqs=4,
-        max_num_batched_tokens=budget,
-    )
-    requests = [([4 + i * n % 40 for i in range(n)], params) for n in PROMPT_LENGTHS]
-    got = run(engine, requests)
-    assert [emitted(s) for s in got] == [
-        emitted(s) for s in run(make_engine(Target(), max_num_seqs=8), requests)
-    ]
-    stats = engine.scheduler.stats
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    engine = make_engine(target, method="mtp", head=KnowingHead(target), **options)
+    assert [emitted(s) for s in run(engine, requests)] == plain
+    told = drafting(target, always_right, lambda s: answers[tuple(s.token_ids[: s.prompt_len])])
+    other = make_engine(Target(), drafter=told, **options)
+    run(other, requests)
+    assert engine.scheduler.stats == other.scheduler.stats
+    assert other.scheduler.stats.draft_acceptance_rate == 1.0
+
+
+class FaultyOnce(Target):
+    """Raises in forward number `at`, after its work."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, batch: Batch, pool: Pool) -> Tensor:
+        hidden = super().forward(batch, pool)
+        if len(self.batches) == self.at:
+            raise RuntimeError("injected fault")
+        return hidden
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_fault_leaves_no_hole(at: int) -> None:
+    """A prompt that starts over, a step that is run again without drafts: the head knows as much as before."""
+    requests = requests_with(greedy(max_tokens=25))
+    plain = [emitted(s) for s in run(make_engine(Target(), max_num_seqs=8), requests)]
+    target = FaultyOnce(at)
+    options = {"depth": 3, "max_num_seqs": 4, "max_num_batched_tokens": 70}
+    engine = make_engine(target, method="mtp", head=KnowingHead(target), **options)
+    assert [emitted(s) for s in run(engine, requests, may_fail=True)] == plain
+    assert len(engine._warned) == 1, engine._warned
+    assert engine.scheduler.stats.draft_acceptance_rate == 1.0

@@ -86,10 +86,10 @@ def test_patterns_equal_plain_decode(steps: list[tuple[int, int]]) -> None:
     got = run(engine, requests)
     assert [emitted(s) for s in got] == plain(requests)
     for sequence in got:
-        kept = [right for drafts, right in steps if drafts]
-        histogram = sequence.stats.acceptance_histogram
-        assert all(n == 0 or i in (*kept, *range(4)) for i, n in enumerate(histogram))
-        assert sequence.stats.num_accepted_tokens > 0 or not any(kept)
+        kept = {right for drafts, right in steps if drafts}
+        others = [n for i, n in enumerate(sequence.stats.acceptance_histogram) if i not in kept]
+        assert sum(others) <= 1, "only a round that the length cut short may keep another count"
+        assert sequence.stats.num_drafts >= 10
 
 
 def test_wrong_at_a_random_place_each_round() -> None:
@@ -161,9 +161,7 @@ def test_a_draft_ends_at_what_is_no_token(bad: int, place: int) -> None:
     assert emitted(got) == expected
     assert got.stats.num_trimmed_tokens > 0
     assert got.stats.num_accepted_tokens == got.stats.num_draft_tokens
-    assert len(got.stats.acceptance_histogram) <= 4 + 1
-    first_round = got.stats.acceptance_histogram
-    assert (sum(first_round) > 0) == (got.stats.num_drafts > 0)
+    assert (got.stats.num_drafts > 0) == (place > 0)
 
 
 def test_more_drafts_than_asked_are_dropped_and_counted() -> None:
@@ -178,7 +176,6 @@ def test_more_drafts_than_asked_are_dropped_and_counted() -> None:
     )
     (got,) = run(engine, requests)
     assert emitted(got) == expected
-    assert max(len(engine.pool.num_committed), 1)
     assert len(got.stats.acceptance_histogram) == 3
     assert got.stats.num_trimmed_tokens >= 5 * got.stats.num_drafts
 
@@ -203,7 +200,9 @@ def test_the_drafter_learns_what_was_committed_and_nothing_else() -> None:
         rows = [(start, n) for key, start, n in drafter.committed if key == sequence.key]
         ends = [start + n for start, n in rows]
         assert [start for start, _ in rows] == [0, *ends[:-1]]
-        assert ends[-1] < sequence.prompt_len + len(emitted(sequence)) - 1 or len(emitted(sequence)) == 1
+        assert ends[-1] < sequence.prompt_len + len(emitted(sequence)) - 1, (
+            "its last rows are nobody's business"
+        )
 
 
 def fresh_step(depth: int = 3) -> tuple[Engine, Target]:
