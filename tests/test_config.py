@@ -192,8 +192,8 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("METRALE_CACHE_DIR", "XDG_CACHE_HOME", "CC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/home/user")
-    assert (cache_dir(), c_compiler()) == (Path("/home/user/.cache/metrale"), None)
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert (cache_dir(), c_compiler()) == (Path("/nowhere/.cache/metrale"), None)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_dir() == Path("/x/metrale")
     monkeypatch.setenv("METRALE_CACHE_DIR", "/c")
