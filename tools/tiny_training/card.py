@@ -38,8 +38,8 @@ training; the figures below are measured on these files.
 
     python tools/train_tiny.py --out DIR
 
-trains such a checkpoint from nothing within an hour on two CPU cores. This one was given longer, {minutes:.0f} minutes
-with its evaluation, because other programs used the cores at the same time.
+trains such a checkpoint from nothing, by default within an hour on two idle CPU cores (`--seconds` sets the time). This
+one took {minutes:.0f} minutes, with its evaluation.
 
 1. Trunk and head together, {trunk_minutes:.0f} minutes, {trunk_steps} steps, {trunk_tokens:.1f} million tokens: next-token
    loss plus {head_weight} of the head's loss on half of the rows. Muon for matrices, AdamW for the rest; the learning rate
