@@ -6,8 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def index_tensors(
+    numbers: Sequence[int], sizes: Sequence[int], dtype: type[np.signedinteger], device: torch.device
+) -> tuple[Tensor, ...]:
+    """`numbers` as tensors of `sizes`, one after the other, moved to the device in one transfer.
+
+    By way of numpy: a quarter of the time that torch takes for a short list, and a step makes many.
+    """
+    packed = torch.from_numpy(np.array(numbers, dtype=dtype)).to(device)
+    return torch.split_with_sizes(packed, sizes)
 
 
 class HostGroup(NamedTuple):
@@ -58,11 +70,9 @@ class Groups:
             host.append(HostGroup(slot, start, cu[-1], num_rows))
             cu.append(cu[-1] + num_rows)
         n = len(host)
-        # One transfer for all three index tensors.
-        packed = torch.tensor(
-            [g.slot for g in host] + [g.start for g in host] + cu, dtype=torch.int32, device=page_table.device
-        )
-        return Groups(packed[:n], packed[n : 2 * n], packed[2 * n :], page_table, tuple(host))
+        numbers = [g.slot for g in host] + [g.start for g in host] + cu
+        slots, starts, cu_rows = index_tensors(numbers, (n, n, n + 1), np.int32, page_table.device)
+        return Groups(slots, starts, cu_rows, page_table, tuple(host))
 
     @staticmethod
     def build(

@@ -33,8 +33,8 @@ def rotary_tables(config: ModelConfig, max_positions: int, device: torch.device)
 
 
 def attention_mixer(
-    hidden: Tensor,
-    residual: Tensor,
+    x: Tensor,
+    norm: Tensor,
     weights: AttentionWeights,
     ops: Ops,
     batch: Batch,
@@ -43,13 +43,13 @@ def attention_mixer(
     rotary: RotaryTables,
     eps: float,
 ) -> Tensor:
-    """residual + mixer(hidden), [T, D]; writes keys and values to the pool's attention layer `index`.
+    """x + mixer(RMSNorm of x with scales `norm`), [T, D]; writes keys and values to the pool's attention layer `index`.
 
     Heads are normed, then rotated; the output of each head is multiplied by sigmoid(gate) before o_proj.
     """
     num_generated = batch.num_generated
     k_cache, v_cache = pool.k_cache[index], pool.v_cache[index]
-    projected = ops.linear(hidden, weights.qkv_proj, num_generated)  # [T, 2*H*dh + 2*Hkv*dh]
+    projected = ops.linear(x, weights.qkv_proj, num_generated, norm=norm, eps=eps)  # [T, 2*H*dh + 2*Hkv*dh]
     q = ops.rotary_store(
         projected,
         weights.q_norm,
@@ -66,8 +66,8 @@ def attention_mixer(
     if num_generated:
         rows = slice(0, num_generated)
         parts.append(ops.attention_verify(q[rows], projected[rows], k_cache, v_cache, batch.generated))
-    if num_generated < hidden.shape[0]:
+    if num_generated < x.shape[0]:
         rows = slice(num_generated, None)
         parts.append(ops.attention_prefill(q[rows], projected[rows], k_cache, v_cache, batch.prompt))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)  # [T, H*dh]
-    return ops.linear(out, weights.o_proj, num_generated, residual)
+    return ops.linear(out, weights.o_proj, num_generated, x)

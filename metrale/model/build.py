@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from metrale.kernels.groups import Groups
+from metrale.kernels.groups import Groups, index_tensors
 from metrale.model.batch import Batch
 from metrale.state.pool import Pool
 
@@ -40,28 +42,35 @@ def build_batch(
         positions += range(spec.start, end)
         kv_index += [spec.pages[p // page_size] * page_size + p % page_size for p in range(spec.start, end)]
     num_rows = len(token_ids)
-    wanted = list(range(num_rows)) if logit_rows is None else list(logit_rows)
-    packed = torch.tensor(token_ids + positions + kv_index + wanted, dtype=torch.int64, device=device)
+    wanted = range(num_rows) if logit_rows is None else logit_rows
+    numbers = [*token_ids, *positions, *kv_index, *wanted]
+    columns = index_tensors(numbers, (num_rows, num_rows, num_rows, len(wanted)), np.int64, device)
     return Batch(
-        token_ids=packed[:num_rows],
-        positions=packed[num_rows : 2 * num_rows],
-        kv_index=packed[2 * num_rows : 3 * num_rows],
+        token_ids=columns[0],
+        positions=columns[1],
+        kv_index=columns[2],
         num_generated=sum(len(spec.token_ids) for spec in generated),
         generated=_groups(generated, pool),
         prompt=_groups(prompt, pool),
-        logit_rows=packed[3 * num_rows :],
+        logit_rows=columns[3],
     )
 
 
 def _groups(specs: Sequence[RowSpec], pool: Pool) -> Groups:
+    if not specs:
+        return _no_groups(pool.page_table.device, pool.page_table.shape[1])
     rows = [(spec.slot, spec.start, len(spec.token_ids)) for spec in specs]
     return Groups.of(rows, _page_table([spec.slot for spec in specs], pool.page_table))
 
 
+@lru_cache(maxsize=8)
+def _no_groups(device: torch.device, max_pages: int) -> Groups:
+    """The groups of a class that has no rows, shared by all steps."""
+    return Groups.of((), torch.empty(0, max_pages, dtype=torch.int32, device=device))
+
+
 def _page_table(slots: Sequence[int], table: Tensor) -> Tensor:
     """The slots' rows of the table: a view where the slots are consecutive."""
-    if not slots:
-        return table[:0]
     first, last = slots[0], slots[-1]
     if last - first + 1 == len(slots):
         return table[first : last + 1]

@@ -84,11 +84,9 @@ def decoder_layer(
 ) -> Tensor:
     """The residual stream [T, D] after one layer; `index` numbers the pool's layers of the mixer's kind."""
     eps = config.rms_norm_eps
-    hidden = ops.rms_norm(x, layer.input_norm, eps)
     if isinstance(layer.mixer, GdnWeights):
-        x = gdn_mixer(hidden, x, layer.mixer, ops, batch, pool, index, eps)
+        x = gdn_mixer(x, layer.input_norm, layer.mixer, ops, batch, pool, index, eps)
     else:
-        x = attention_mixer(hidden, x, layer.mixer, ops, batch, pool, index, rotary, eps)
-    hidden = ops.rms_norm(x, layer.post_norm, eps)
+        x = attention_mixer(x, layer.input_norm, layer.mixer, ops, batch, pool, index, rotary, eps)
     top_k, norm_topk = config.num_experts_per_tok, config.norm_topk_prob
-    return mlp(hidden, x, layer.mlp, ops, batch.num_generated, top_k, norm_topk)
+    return mlp(x, layer.post_norm, layer.mlp, ops, batch.num_generated, top_k, norm_topk, eps)

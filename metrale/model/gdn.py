@@ -12,8 +12,8 @@ from metrale.state.pool import Pool
 
 
 def gdn_mixer(
-    hidden: Tensor,
-    residual: Tensor,
+    x: Tensor,
+    norm: Tensor,
     weights: GdnWeights,
     ops: Ops,
     batch: Batch,
@@ -21,15 +21,15 @@ def gdn_mixer(
     index: int,
     eps: float,
 ) -> Tensor:
-    """residual + mixer(hidden), [T, D]; works on the state of the pool's Gated DeltaNet layer `index`.
+    """x + mixer(RMSNorm of x with scales `norm`), [T, D]; works on the state of the pool's Gated DeltaNet layer `index`.
 
     Generated rows run the sequential form and write rings alone (and a fold, which changes no logical state);
     prompt rows run the chunked form and advance the state.
     Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464).
     """
     num_generated = batch.num_generated
-    num_rows = hidden.shape[0]
-    projected = ops.linear(hidden, weights.in_proj, num_generated)  # [T, C + Hv*dv + 2*Hv]
+    num_rows = x.shape[0]
+    projected = ops.linear(x, weights.in_proj, num_generated, norm=norm, eps=eps)  # [T, C + Hv*dv + 2*Hv]
     taps_and_gates = (weights.conv_weight, weights.neg_exp_a, weights.dt_bias)
     ring_x, ring_k, ring_g = pool.ring_x[index], pool.ring_k[index], pool.ring_g[index]
     state = (pool.ssm[index], pool.num_folded[index])
@@ -50,4 +50,4 @@ def gdn_mixer(
     value_width = out.shape[1] * out.shape[2]
     gate = projected[:, num_channels : num_channels + value_width].view(out.shape)
     out = ops.gated_rms_norm(out, gate, weights.norm, eps)
-    return ops.linear(out.view(num_rows, value_width), weights.out_proj, num_generated, residual)
+    return ops.linear(out.view(num_rows, value_width), weights.out_proj, num_generated, x)

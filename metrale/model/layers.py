@@ -85,12 +85,11 @@ class TrunkWeights:
 class MtpWeights:
     """The multi-token-prediction head; embedding and output head are the trunk's.
 
-    norm_embedding, norm_hidden, norm [D] = 1 + w; fc [D, 2D], embedding columns first; layer, a
+    pair_norm [2, D], of the embedding and of the hidden row, and norm [D] are 1 + w; fc [D, 2D], embedding columns first; layer, a
     full-attention decoder layer.
     """
 
-    norm_embedding: Tensor
-    norm_hidden: Tensor
+    pair_norm: Tensor
     fc: Tensor
     layer: LayerWeights
     norm: Tensor

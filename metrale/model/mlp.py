@@ -9,20 +9,21 @@ from metrale.model.layers import DenseWeights, MoeWeights
 
 
 def mlp(
-    hidden: Tensor,
-    residual: Tensor,
+    x: Tensor,
+    norm: Tensor,
     weights: DenseWeights | MoeWeights,
     ops: Ops,
     num_generated: int,
     top_k: int,
     norm_topk: bool,
+    eps: float,
 ) -> Tensor:
-    """residual + mlp(hidden), [T, D]; `top_k` and `norm_topk` matter to a mixture of experts alone."""
+    """x + mlp(RMSNorm of x with scales `norm`), [T, D]; `top_k` and `norm_topk` matter to a mixture of experts alone."""
     if isinstance(weights, DenseWeights):
-        inner = ops.linear(hidden, weights.gate_up, num_generated, silu_mul=True)  # [T, I]
-        return ops.linear(inner, weights.down, num_generated, residual)
+        inner = ops.linear(x, weights.gate_up, num_generated, silu_mul=True, norm=norm, eps=eps)  # [T, I]
+        return ops.linear(inner, weights.down, num_generated, x)
     return ops.moe(
-        hidden,
+        ops.rms_norm(x, norm, eps),
         weights.router,
         weights.gate_up,
         weights.down,
@@ -32,5 +33,5 @@ def mlp(
         top_k,
         norm_topk,
         num_generated,
-        residual,
+        x,
     )

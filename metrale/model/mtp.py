@@ -41,9 +41,8 @@ class MtpHead:
         with torch.inference_mode():
             if hidden.shape[0] == 0:
                 return hidden
-            embedding = ops.rms_norm(model.embed(token_ids), weights.norm_embedding, eps)
-            pair = torch.cat((embedding, ops.rms_norm(hidden, weights.norm_hidden, eps)), dim=1)  # [T, 2D]
-            x = ops.linear(pair, weights.fc, batch.num_generated)
+            pair = torch.cat((model.embed(token_ids), hidden), dim=1)  # [T, 2D]
+            x = ops.linear(pair, weights.fc, batch.num_generated, norm=weights.pair_norm, eps=eps)
             x = decoder_layer(
                 x, weights.layer, self.config, ops, batch, pool, self._layer_index, model.rotary
             )

@@ -57,8 +57,9 @@ class WeightReader:
     def mtp(self) -> MtpWeights:
         """The MTP head's tensors."""
         return MtpWeights(
-            norm_embedding=self._norm("mtp.pre_fc_norm_embedding.weight"),
-            norm_hidden=self._norm("mtp.pre_fc_norm_hidden.weight"),
+            pair_norm=torch.stack(
+                [self._norm(f"mtp.pre_fc_norm_{part}.weight") for part in ("embedding", "hidden")]
+            ),
             fc=self._matrix("mtp.fc.weight"),
             layer=self._layer(MTP_LAYER, is_gdn=False, is_moe=self._config.is_moe),
             norm=self._norm("mtp.norm.weight"),

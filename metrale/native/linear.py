@@ -8,7 +8,7 @@ from torch import Tensor
 from metrale.native.build import Kernel
 from metrale.native.checks import describe, refuse
 
-_kernel = Kernel("linear", "qqqqqqqqqq")
+_kernel = Kernel("linear", "q" * 9 + "d" + "q" * 4)
 
 
 def linear(
@@ -17,20 +17,24 @@ def linear(
     num_generated: int,
     residual: Tensor | None = None,
     silu_mul: bool = False,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """y = x W^T, plus an optional epilogue.
+    """y = norm(x) W^T, plus an optional epilogue.
 
     | tensor | shape | dtype | dir | meaning |
     | --- | --- | --- | --- | --- |
     | x | [T, K] | float32 | in | rows; the row stride may exceed K |
     | weight | [N, K] | float32, bfloat16 | in | read once a call, widened on the way; with `silu_mul` [2 I, K]: gate, up |
     | residual | [T, N] | float32 | in | added to the product |
+    | norm | [K] or [G, K / G] | float32 | in | RMSNorm scales; each of G parts of a row is normalised by itself, with `eps` |
     | result | [T, N] or [T, I] | float32 | out | |
 
     Both row classes share one arithmetic, so `num_generated` changes nothing: a dot product has an order of its own,
-    fixed by K and the weight's dtype, and rows share no more than the loads of the weight.
+    fixed by K and the weight's dtype, and rows share no more than the loads of the weight. Outputs are shared out over
+    `torch.get_num_threads()` threads, which changes no bit.
 
-    Requires: `x.shape[1] == weight.shape[1]`, a contiguous weight, no residual with `silu_mul`.
+    Requires: `x.shape[1] == weight.shape[1]`, a contiguous weight and norm, no residual with `silu_mul`.
     """
     num_rows, inner = x.shape
     num_outputs, weight_inner = weight.shape
@@ -56,6 +60,12 @@ def linear(
         ):
             raise refuse("linear", "residual", f"contiguous float32 {(num_rows, width)}", describe(residual))
         added = residual.data_ptr()
+    scales, norm_groups = 0, 1
+    if norm is not None:
+        norm_groups = norm.shape[0] if norm.ndim == 2 else 1
+        if norm.dtype is not torch.float32 or norm.numel() != inner or not norm.is_contiguous():
+            raise refuse("linear", "norm", f"contiguous float32, {inner} scales", describe(norm))
+        scales = norm.data_ptr()
     out = torch.empty(num_rows, width)
     arguments = _kernel.pack(
         x.data_ptr(),
@@ -65,8 +75,12 @@ def linear(
         num_outputs,
         inner,
         num_rows,
+        scales,
+        norm_groups,
+        eps,
         added,
         silu_mul,
+        torch.get_num_threads(),
         out.data_ptr(),
     )
     if status := _kernel.run(arguments):

@@ -8,7 +8,7 @@ from torch import Tensor
 from metrale.native.build import Kernel
 from metrale.native.checks import describe, refuse
 
-_kernel = Kernel("moe", "q" * 17)
+_kernel = Kernel("moe", "q" * 18)
 
 
 def moe(
@@ -82,6 +82,7 @@ def moe(
         shared_gate.data_ptr(),
         top_k,
         norm_topk,
+        torch.get_num_threads(),
         0 if residual is None else residual.data_ptr(),
         out.data_ptr(),
     )

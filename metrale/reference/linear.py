@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from metrale.reference.norms import rms_norm
 from metrale.reference.numeric import silu
 
 GENERATED_TILE = 4
@@ -19,14 +20,17 @@ def linear(
     num_generated: int,
     residual: Tensor | None = None,
     silu_mul: bool = False,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """y = x W^T, plus an optional epilogue.
+    """y = norm(x) W^T, plus an optional epilogue.
 
     | tensor | shape | dtype | dir | meaning |
     | --- | --- | --- | --- | --- |
     | x | [T, K] | activation | in | rows, generated rows first; the row stride may exceed K |
     | weight | [N, K] | activation | in | with `silu_mul` [2 I, K]: gate rows, then up rows |
     | residual | [T, N] | activation | in | added to the rounded product |
+    | norm | [K] or [G, K / G] | float32 | in | RMSNorm scales; each of G parts of a row is normalised by itself, with `eps` |
     | result | [T, N] or [T, I] | activation | out | |
 
     The first `num_generated` rows run in tiles of GENERATED_TILE rows, the others in tiles of PROMPT_TILE, zero-padded:
@@ -36,6 +40,8 @@ def linear(
     """
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear: x has {x.shape[1]} columns, weight expects {weight.shape[1]}")
+    if norm is not None:
+        x = rms_norm(x.unflatten(-1, norm.shape), norm, eps).reshape(x.shape)
     bounds = [(t, min(t + GENERATED_TILE, num_generated)) for t in range(0, num_generated, GENERATED_TILE)]
     tiles = [_product(x[first:last], weight, GENERATED_TILE) for first, last in bounds]
     for first in range(num_generated, x.shape[0], PROMPT_TILE):

@@ -218,3 +218,23 @@ def test_streams_of_any_schedule_join_to_one_text(directory: Path) -> None:
             (got,) = run(engine, [(PROMPT, greedy(stop=stops, max_tokens=200))])
             texts.add(("".join(got.shown), tuple(emitted(got)), got.finish_reason, got.stop_reason))
         assert len(texts) == 1
+
+
+@pytest.mark.parametrize("stops", [["the end"], ["🙂🙂"], []])
+def test_a_verdict_that_is_never_committed_leaves_no_text(stops: list[str], directory: Path) -> None:
+    """Every step is run twice and the first verdict dropped, as after a fault: what was held back is not lost or doubled."""
+    engine, _ = text_engine(directory, 3, cycle((3, 2), (0, 0), (3, 3)))
+    request = (PROMPT, greedy(stop=stops, max_tokens=200))
+    (expected,) = run(engine, [request])
+    engine, _ = text_engine(directory, None, always_right)
+    sound = engine._step.run
+
+    def twice(prepared: Any) -> Any:
+        dropped = sound(prepared)
+        again = sound(prepared)
+        assert [v.new_text for v in again.verdicts] == [v.new_text for v in dropped.verdicts]
+        return again
+
+    engine._step.run = twice  # type: ignore[method-assign]
+    (got,) = run(engine, [request])
+    assert ("".join(got.shown), got.stop_reason) == ("".join(expected.shown), expected.stop_reason)

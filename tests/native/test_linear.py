@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from metrale import reference
 from metrale.native.linear import linear
+from metrale.native.norms import rms_norm
 from tests.native.cases import randn
 
 SHAPES = [
@@ -107,3 +113,84 @@ def test_refusals_name_operator_and_argument() -> None:
         linear(x, weight, 2, randn(2, 3))
     with pytest.raises(ValueError, match="linear: silu_mul"):
         linear(x, weight[:3], 2, silu_mul=True)
+
+
+@pytest.fixture(name="set_threads")
+def _set_threads() -> Iterator[Any]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+THREAD_SHAPES = [(256, 1032), (1000, 130), (64, 4096)]
+"""Each costs enough for several threads, and none divides evenly among them."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "num_outputs"), THREAD_SHAPES)
+def test_threads_change_no_bit(inner: int, num_outputs: int, dtype: torch.dtype, set_threads: Any) -> None:
+    x, weight = randn(33, inner), weight_of(num_outputs, inner, dtype)
+    norm, residual = randn(inner, seed=3) + 1, randn(33, num_outputs, seed=4)
+    set_threads(1)
+    plain = linear(x, weight, 33, residual, norm=norm, eps=1e-6)
+    both = linear(x, weight, 33, silu_mul=True)
+    for num_threads in (2, 3, 7):
+        set_threads(num_threads)
+        for num_rows in (1, 2, 4, 17, 33):
+            rows = slice(0, num_rows)
+            got = linear(x[rows], weight, num_rows, residual[rows], norm=norm, eps=1e-6)
+            assert torch.equal(got, plain[rows])
+            assert torch.equal(linear(x[rows], weight, num_rows, silu_mul=True), both[rows])
+
+
+def test_callers_at_once_get_their_own_results(set_threads: Any) -> None:
+    """The workers serve one call at a time; the others run by themselves."""
+    set_threads(2)
+    xs = [randn(4, 256, seed=seed) for seed in range(4)]
+    weight = weight_of(1032, 256, torch.bfloat16)
+    expected = [linear(x, weight, 4) for x in xs]
+
+    def repeat(index: int) -> bool:
+        return all(torch.equal(linear(xs[index], weight, 4), expected[index]) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(repeat, range(4)))
+
+
+def _sum_in_child(x: Tensor, weight: Tensor, queue: Any) -> None:
+    queue.put(linear(x, weight, 4).sum().item())
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_starts_its_own_workers(set_threads: Any) -> None:
+    set_threads(2)
+    x, weight = randn(4, 256), weight_of(1032, 256, torch.bfloat16)
+    expected = linear(x, weight, 4).sum().item()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_sum_in_child, args=(x, weight, queue))
+    child.start()
+    assert queue.get(timeout=60) == expected
+    child.join(60)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 100])
+def test_norm_equals_the_operator_before(num_rows: int, groups: int, dtype: torch.dtype) -> None:
+    x, weight = randn(num_rows, 2 * 53) * 3, weight_of(48, 2 * 53, dtype)
+    scale = randn(groups, 2 * 53 // groups, seed=3) + 1
+    parts = x.chunk(groups, dim=1)
+    normed = torch.cat([rms_norm(part.contiguous(), scale[i], 1e-6) for i, part in enumerate(parts)], dim=1)
+    given = scale[0] if groups == 1 else scale
+    for options in ({}, {"silu_mul": True}):
+        got = linear(x, weight, num_rows, norm=given, eps=1e-6, **options)
+        assert torch.equal(got, linear(normed, weight, num_rows, **options))
+        expected = reference.ops().linear(x, weight.float(), num_rows, norm=given, eps=1e-6, **options)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_refuses_a_norm_of_another_width() -> None:
+    with pytest.raises(ValueError, match="linear: norm: expected contiguous float32, 40 scales"):
+        linear(randn(2, 40), weight_of(8, 40, torch.float32), 2, norm=randn(39), eps=1e-6)

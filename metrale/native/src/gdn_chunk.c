@@ -58,14 +58,14 @@ static void decayed(const float *total, int64_t i, const float *products, int64_
 static void run_chunk(chunk *c, int64_t rows, int64_t dk, int64_t dv, const float *v, int64_t v_stride,
                       const float *beta, int64_t beta_stride) {
   matrix state = {c->state, 0, dv, dk};
-  product(c->k, rows, state, 0, c->u, dv);
-  product(c->q, rows, state, 0, c->o, dv);
+  product(c->k, rows, state, 0, c->u, dv, 1);
+  product(c->q, rows, state, 0, c->o, dv, 1);
   // the rows of k stand `prepared_stride` apart, those of a matrix `inner`
   for (int64_t i = 0; i < rows; i++)
     memcpy(c->later + i * dk, c->k + i * prepared_stride(dk), (size_t)dk * sizeof(float));
   matrix keys = {c->later, 0, rows, dk};
-  product(c->k, rows, keys, 0, c->kk, CHUNK);
-  product(c->q, rows, keys, 0, c->qk, CHUNK);
+  product(c->k, rows, keys, 0, c->kk, CHUNK, 1);
+  product(c->q, rows, keys, 0, c->qk, CHUNK, 1);
   for (int64_t i = 0; i < rows; i += LANES)
     store_upto(c->decay + i, exp8(load_upto(c->total + i, rows - i)), rows - i);
   for (int64_t i = 0; i < rows; i++) {

@@ -5,7 +5,7 @@ typedef struct {
   const float *x;
   int64_t num_rows, num_experts, dim, inner, shared_inner, is_bf16;
   const char *router, *gate_up, *down, *shared_gate_up, *shared_down, *shared_gate;
-  int64_t top_k, norm_topk;
+  int64_t top_k, norm_topk, threads;
   const float *residual;
   float *out;
 } moe_arguments;
@@ -48,18 +48,19 @@ static void route(float *row, int64_t num_experts, int64_t top_k, int norm_topk,
 }
 
 // y = expert(x) for prepared rows.
-static void run_expert(const buffers *b, const float *x, int64_t rows, matrix gate_up, matrix down) {
-  product(x, rows, gate_up, 0, b->both, gate_up.num_outputs);
+static void run_expert(const buffers *b, const float *x, int64_t rows, matrix gate_up, matrix down,
+                       int64_t threads) {
+  product(x, rows, gate_up, 0, b->both, gate_up.num_outputs, threads);
   silu_mul(b->both, rows, down.inner, b->activated);
   prepare_rows(b->activated, down.inner, rows, down, b->hidden);
-  product(b->hidden, rows, down, 0, b->y, down.num_outputs);
+  product(b->hidden, rows, down, 0, b->y, down.num_outputs, threads);
 }
 
 static void run(const moe_arguments *a, const buffers *b, const float *x, int64_t rows, float *out) {
   int64_t dim = a->dim, experts = a->num_experts, stride = prepared_stride(dim), size = a->is_bf16 ? 2 : 4;
   matrix router = {a->router, a->is_bf16, experts, dim}, gate = {a->shared_gate, a->is_bf16, 1, dim};
   prepare_rows(x, dim, rows, router, b->x);
-  product(b->x, rows, router, 0, b->logits, experts);
+  product(b->x, rows, router, 0, b->logits, experts, a->threads);
   for (int64_t m = 0; m < rows; m++)
     route(b->logits + m * experts, experts, a->top_k, (int)a->norm_topk, b->weights + m * experts);
   memset(out, 0, (size_t)(rows * dim) * sizeof(float));
@@ -71,7 +72,7 @@ static void run(const moe_arguments *a, const buffers *b, const float *x, int64_
     if (!count) continue;
     matrix gate_up = {a->gate_up + e * 2 * a->inner * dim * size, a->is_bf16, 2 * a->inner, dim};
     matrix down = {a->down + e * dim * a->inner * size, a->is_bf16, dim, a->inner};
-    run_expert(b, b->picked, count, gate_up, down);
+    run_expert(b, b->picked, count, gate_up, down, a->threads);
     for (int64_t m = 0, i = 0; m < rows; m++) {
       float weight = b->weights[m * experts + e];
       if (weight < 0.0f) continue;
@@ -81,8 +82,8 @@ static void run(const moe_arguments *a, const buffers *b, const float *x, int64_
   }
   matrix gate_up = {a->shared_gate_up, a->is_bf16, 2 * a->shared_inner, dim};
   matrix down = {a->shared_down, a->is_bf16, dim, a->shared_inner};
-  run_expert(b, b->x, rows, gate_up, down);
-  product(b->x, rows, gate, 0, b->logits, 1);
+  run_expert(b, b->x, rows, gate_up, down, a->threads);
+  product(b->x, rows, gate, 0, b->logits, 1, a->threads);
   for (int64_t m = 0; m < rows; m++) {
     float opening = sigmoid8(splat(b->logits[m]))[0];
     for (int64_t d = 0; d < dim; d++) out[m * dim + d] += opening * b->y[m * dim + d];

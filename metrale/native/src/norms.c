@@ -1,5 +1,5 @@
 // `rms_norm` and `gated_rms_norm`.
-#include "vec.h"
+#include "norms.h"
 
 typedef struct {
   const float *x, *scale;
@@ -10,12 +10,8 @@ typedef struct {
 
 int metrale_rms_norm(const rms_norm_arguments *a) {
   int64_t width = a->width;
-  for (int64_t row = 0; row < a->num_rows; row++) {
-    const float *x = a->x + row * width;
-    float *out = a->out + row * width;
-    float inverse = 1.0f / sqrtf(sum_squares(x, width) / (float)width + (float)a->eps);
-    for (int64_t i = 0; i < width; i++) out[i] = x[i] * inverse * a->scale[i];
-  }
+  for (int64_t row = 0; row < a->num_rows; row++)
+    rms_norm_row(a->x + row * width, a->scale, width, (float)a->eps, a->out + row * width);
   return DONE;
 }
 

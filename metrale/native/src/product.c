@@ -5,8 +5,14 @@
 // loads alone, never a bit.
 #include "product.h"
 
+#include "team.h"
+
 // Elements walked per round: 16 bfloat16 are one vector load, split in even and odd ones.
 enum { BF16_STEP = 16, PANEL = 24, MOST_ROWS = 6 };
+
+// What a piece of a product for another thread must cost to be worth the handing over, about 5 us: elements
+// of the weight, each counted once for its load and once for every row.
+enum { LEAST_PIECE = 65536, PIECES_PER_THREAD = 2 };
 
 void prepare_rows(const float *x, int64_t row_stride, int64_t num_rows, matrix w, float *prepared) {
   int64_t stride = prepared_stride(w.inner), whole = w.inner - w.inner % BF16_STEP;
@@ -104,22 +110,26 @@ INLINE void block(const float *x, const void *weight, int is_bf16, int64_t inner
       accumulate(acc, x + k, stride, w, rows, outputs);
     }
   }
-  UNROLL for (int m = 0; m < rows; m++) {
-    v8 *a = acc[m];
-    v8 sums = hsum_each(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
-    if (whole < inner)
-      for (int n = 0; n < outputs; n++) {
-        const char *row = (const char *)weight + n * inner * (is_bf16 ? 2 : 4);
-        sums[n] += tail(x + m * stride, row, is_bf16, whole, inner);
-      }
-    float *to = out + m * out_stride;
-    if (residual) {
-      v8 add = {0};
-      memcpy(&add, residual + m * out_stride, (size_t)outputs * sizeof(float));
-      sums = add + sums;
+  float sums[2 * LANES];
+  UNROLL for (int first = 0; first < rows * outputs; first += LANES) {
+    v8 each[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) {
+      int at = first + i < rows * outputs ? first + i : first;
+      each[i] = acc[at / outputs][at % outputs];
     }
-    memcpy(to, &sums, (size_t)outputs * sizeof(float));
+    store(sums + first,
+          hsum_each(each[0], each[1], each[2], each[3], each[4], each[5], each[6], each[7]));
   }
+  if (whole < inner)
+    for (int i = 0; i < rows * outputs; i++) {
+      const char *row = (const char *)weight + i % outputs * inner * (is_bf16 ? 2 : 4);
+      sums[i] += tail(x + i / outputs * stride, row, is_bf16, whole, inner);
+    }
+  if (residual)
+    for (int i = 0; i < rows * outputs; i++)
+      sums[i] = residual[i / outputs * out_stride + i % outputs] + sums[i];
+  UNROLL for (int m = 0; m < rows; m++)
+    memcpy(out + m * out_stride, sums + m * outputs, (size_t)outputs * sizeof(float));
 }
 
 typedef struct {
@@ -160,21 +170,40 @@ static void rows_of(target t, matrix w, int64_t first, int64_t last, int64_t row
   }
 }
 
-void product(const float *prepared, int64_t num_rows, matrix w, const float *residual, float *out,
-             int64_t out_stride) {
-  int64_t stride = prepared_stride(w.inner), num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-  int64_t panel = num_blocks > 1 ? PANEL : w.num_outputs;
-  if (!num_rows) return;
-  for (int64_t first = 0; first < w.num_outputs; first += panel) {
-    int64_t last = min64(first + panel, w.num_outputs);
+typedef struct {
+  const float *prepared, *residual;
+  float *out;
+  int64_t out_stride, num_rows, outputs_per_piece;
+  matrix w;
+} task;
+
+static void product_piece(const void *context, int64_t index) {
+  const task *job = context;
+  matrix w = job->w;
+  int64_t stride = prepared_stride(w.inner), num_blocks = (job->num_rows + MOST_ROWS - 1) / MOST_ROWS;
+  int64_t begin = index * job->outputs_per_piece, end = min64(begin + job->outputs_per_piece, w.num_outputs);
+  int64_t panel = num_blocks > 1 ? PANEL : end - begin;
+  for (int64_t first = begin; first < end; first += panel) {
+    int64_t last = min64(first + panel, end);
     for (int64_t i = 0, row = 0; i < num_blocks; i++) {
-      int64_t rows = (num_rows - row) / (num_blocks - i);
-      target t = {prepared + row * stride, residual ? residual + row * out_stride : 0, out + row * out_stride,
-                  out_stride};
+      int64_t rows = (job->num_rows - row) / (num_blocks - i), at = row * job->out_stride;
+      target t = {job->prepared + row * stride, job->residual ? job->residual + at : 0, job->out + at,
+                  job->out_stride};
       rows_of(t, w, first, last, rows);
       row += rows;
     }
   }
+}
+
+void product(const float *prepared, int64_t num_rows, matrix w, const float *residual, float *out,
+             int64_t out_stride, int64_t threads) {
+  int64_t panels = (w.num_outputs + PANEL - 1) / PANEL;
+  int64_t worthwhile = w.num_outputs * w.inner * (num_rows + 1) / LEAST_PIECE;
+  int64_t most = max64(1, min64(min64(worthwhile, panels), threads < 2 ? 1 : PIECES_PER_THREAD * threads));
+  int64_t per_piece = (panels + most - 1) / most * PANEL;
+  task job = {prepared, residual, out, out_stride, num_rows, per_piece, w};
+  if (num_rows && w.num_outputs)
+    run_pieces(product_piece, &job, (w.num_outputs + per_piece - 1) / per_piece, threads);
 }
 
 void silu_mul(const float *y, int64_t num_rows, int64_t half, float *out) {

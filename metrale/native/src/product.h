@@ -17,9 +17,9 @@ INLINE int64_t prepared_stride(int64_t inner) { return round_up(inner, 16); }
 void prepare_rows(const float *x, int64_t row_stride, int64_t num_rows, matrix w, float *prepared);
 
 // out[m, n] = dot(prepared[m], w[n]) (+ residual[m, n]); rows of out and residual are `out_stride` floats
-// apart.
+// apart. Outputs are shared out over up to `threads` threads.
 void product(const float *prepared, int64_t num_rows, matrix w, const float *residual, float *out,
-             int64_t out_stride);
+             int64_t out_stride, int64_t threads);
 
 // out[m, i] = silu(y[m, i]) * y[m, half + i].
 void silu_mul(const float *y, int64_t num_rows, int64_t half, float *out);

@@ -1,0 +1,144 @@
+// Worker threads that take pieces of one job from a shared ticket.
+//
+// The caller takes pieces like any worker, so it never waits for a thread that has not started, only for
+// pieces that are being worked on. Workers watch the ticket for a short while after each job, since the next
+// operator of a step follows within microseconds, and then sleep.
+#include "team.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <time.h>
+
+enum { WATCH_NANOSECONDS = 200000, PAUSES_PER_LOOK = 16, PAUSES_BEFORE_YIELD = 2000 };
+
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() (void)0
+#endif
+
+// The ticket holds a job's number, how many workers may help, how many pieces it has and which is next, so
+// that one exchange takes a piece of exactly the job that was looked at.
+typedef uint64_t ticket;
+
+enum { COUNT_BITS = 12, HELPER_BITS = 8, JOB_SHIFT = 2 * COUNT_BITS + HELPER_BITS };
+
+static ticket ticket_of(uint64_t job, uint64_t helpers, uint64_t count) {
+  return job << JOB_SHIFT | helpers << 2 * COUNT_BITS | count << COUNT_BITS;
+}
+
+static int64_t next_piece(ticket t) { return (int64_t)(t & MOST_PIECES); }
+
+static int64_t num_pieces(ticket t) { return (int64_t)(t >> COUNT_BITS & MOST_PIECES); }
+
+static int64_t num_helpers(ticket t) { return (int64_t)(t >> 2 * COUNT_BITS & (MOST_THREADS - 1)); }
+
+static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;  // one job at a time; others run by themselves
+static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static _Atomic ticket current;
+static _Atomic(piece) current_work;
+static _Atomic(const void *) current_context;
+static _Atomic int64_t finished, sleepers;
+static int64_t num_workers;  // guarded by in_use
+static uint64_t num_jobs;    // guarded by in_use
+
+static void take_pieces(void) {
+  for (;;) {
+    ticket t = atomic_load(&current);
+    piece work = atomic_load_explicit(&current_work, memory_order_relaxed);
+    const void *context = atomic_load_explicit(&current_context, memory_order_relaxed);
+    if (next_piece(t) >= num_pieces(t)) return;
+    if (!atomic_compare_exchange_strong(&current, &t, t + 1)) continue;
+    work(context, next_piece(t));
+    atomic_fetch_add_explicit(&finished, 1, memory_order_release);
+  }
+}
+
+static int is_wanted(int64_t worker) {
+  ticket t = atomic_load(&current);
+  return next_piece(t) < num_pieces(t) && worker < num_helpers(t);
+}
+
+static int64_t now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void *work_forever(void *number) {
+  int64_t worker = (int64_t)(intptr_t)number, last = now();
+  for (;;) {
+    if (is_wanted(worker)) {
+      take_pieces();
+      last = now();
+    } else if (now() - last < WATCH_NANOSECONDS) {
+      for (int i = 0; i < PAUSES_PER_LOOK; i++) PAUSE();
+    } else {
+      pthread_mutex_lock(&sleep_lock);
+      atomic_fetch_add(&sleepers, 1);
+      while (!is_wanted(worker)) pthread_cond_wait(&wake, &sleep_lock);
+      atomic_fetch_sub(&sleepers, 1);
+      pthread_mutex_unlock(&sleep_lock);
+    }
+  }
+  return 0;
+}
+
+// A forked child has none of its parent's threads, and perhaps their locks.
+static void forget_workers(void) {
+  pthread_mutex_init(&in_use, 0);
+  pthread_mutex_init(&sleep_lock, 0);
+  pthread_cond_init(&wake, 0);
+  atomic_store(&current, 0);
+  atomic_store(&sleepers, 0);
+  num_workers = 0;
+}
+
+static void start_workers(int64_t wanted) {
+  static int is_registered;
+  sigset_t all, old;
+  pthread_attr_t detached;
+  if (!is_registered) is_registered = !pthread_atfork(0, 0, forget_workers);
+  if (!is_registered || pthread_attr_init(&detached)) return;
+  pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &old);  // signals belong to the interpreter's threads
+  while (num_workers < wanted) {
+    pthread_t thread;
+    if (pthread_create(&thread, &detached, work_forever, (void *)(intptr_t)num_workers)) break;
+    num_workers++;
+  }
+  pthread_sigmask(SIG_SETMASK, &old, 0);
+  pthread_attr_destroy(&detached);
+}
+
+void run_pieces(piece work, const void *context, int64_t count, int64_t threads) {
+  if (threads > MOST_THREADS) threads = MOST_THREADS;
+  if (threads > count) threads = count;
+  if (threads < 2 || pthread_mutex_trylock(&in_use)) {
+    for (int64_t i = 0; i < count; i++) work(context, i);
+    return;
+  }
+  if (num_workers < threads - 1) start_workers(threads - 1);
+  atomic_store_explicit(&current_work, work, memory_order_relaxed);
+  atomic_store_explicit(&current_context, context, memory_order_relaxed);
+  atomic_store_explicit(&finished, 0, memory_order_relaxed);
+  atomic_store(&current, ticket_of(++num_jobs, (uint64_t)threads - 1, (uint64_t)count));
+  if (atomic_load(&sleepers)) {
+    pthread_mutex_lock(&sleep_lock);
+    pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&sleep_lock);
+  }
+  take_pieces();
+  for (int64_t pauses = 0; atomic_load_explicit(&finished, memory_order_acquire) < count; pauses++)
+    if (pauses < PAUSES_BEFORE_YIELD)
+      PAUSE();
+    else
+      sched_yield();
+  pthread_mutex_unlock(&in_use);
+}
