@@ -14,13 +14,17 @@ from pathlib import Path
 
 import torch
 from tiny_training.card import write_card
+from tiny_training.circuits import start_as_copier
 from tiny_training.config import Recipe, TinyConfig, restart_with_malloc_settings
 from tiny_training.corpus import Document, Tokens, encode, read_documents, train_tokenizer
 from tiny_training.evaluate import evaluate
 from tiny_training.export import export
+from tiny_training.grow import grow
 from tiny_training.network import Network
-from tiny_training.training import train_chain, train_together
+from tiny_training.training import shallow_phase, train_chain, train_on_text, trunk_phase
 from tokenizers import Tokenizer
+
+PHASES = ("shallow", "trunk", "chain")
 
 
 def prepare(config: TinyConfig, documents: list[Document], work: Path) -> tuple[Tokenizer, Tokens]:
@@ -47,11 +51,10 @@ def train(out: Path, work: Path, recipe: Recipe, workers: int, is_compiled: bool
     print(f"{len(documents)} files, tokens {sizes}, {prepared - started:.0f} s", flush=True)
 
     network = Network(config, recipe.chunk)
-    network.initialise(recipe.seed)
-    trunk_file, chain_file, record = work / "trunk", work / "chain", work / "run.json"
+    record = work / "run.json"
     if record.exists():
         run = json.loads(record.read_text(encoding="utf-8"))
-        network.load_state_dict(torch.load(trunk_file.with_suffix(".0.pt"))["parameters"])
+        network.load_state_dict(torch.load(work / "trunk.0.pt")["parameters"])
     else:
         run = {
             "python": platform.python_version(),
@@ -60,15 +63,23 @@ def train(out: Path, work: Path, recipe: Recipe, workers: int, is_compiled: bool
             "characters": sum(len(document.text) for document in documents),
             "recipe": dataclasses.asdict(recipe),
         }
-        run["trunk"] = train_together(network, tokens, recipe, trunk_file, workers, is_compiled).summary
+        shallow = Network(config.shallow, recipe.chunk)
+        shallow.initialise(recipe.seed)
+        start_as_copier(shallow, recipe.seed)
+        options = (workers, is_compiled)
+        phase = shallow_phase(recipe)
+        run["shallow"] = train_on_text(shallow, tokens, recipe, phase, work / "shallow", *options).summary
+        grow(shallow, network)
+        phase = trunk_phase(recipe)
+        run["trunk"] = train_on_text(network, tokens, recipe, phase, work / "trunk", *options).summary
         record.write_text(json.dumps(run), encoding="utf-8")
         export(network, tokenizer, out)  # usable, whatever happens to the second phase
-    run["chain"] = train_chain(network, tokens, recipe, chain_file, workers).summary
+    run["chain"] = train_chain(network, tokens, recipe, work / "chain", workers).summary
     export(network, tokenizer, out)
     trained = time.monotonic()
     torch.set_num_threads(workers)
     figures = evaluate(out, documents)
-    phases = run["trunk"]["seconds"] + run["chain"]["seconds"]  # these count earlier starts as well
+    phases = sum(run[name]["seconds"] for name in PHASES)  # these count earlier starts as well
     run["seconds"] = prepared - started + phases + time.monotonic() - trained
     record.write_text(json.dumps(run), encoding="utf-8")
     write_card(out, config, run, figures)
@@ -89,7 +100,7 @@ def main() -> None:
         "--work", type=Path, help="directory of a run to go on with; default: a new temporary one"
     )
     parser.add_argument("--steps", type=int, help="at most this many steps in each phase, for a trial run")
-    parser.add_argument("--seconds", type=float, help="seconds for both phases together; default: 2960")
+    parser.add_argument("--seconds", type=float, help="seconds for all phases together; default: 3120")
     parser.add_argument("--no-compile", action="store_true", help="run all layers eagerly")
     parser.add_argument(
         "--workers", type=int, default=2, help="processes of one core each: 1, 2 or 4; default: 2"
@@ -103,12 +114,12 @@ def main() -> None:
         return
     recipe = Recipe()
     if arguments.steps:
-        recipe = dataclasses.replace(recipe, trunk_steps=arguments.steps, chain_steps=arguments.steps)
+        steps = {f"{name}_steps": arguments.steps for name in PHASES}
+        recipe = dataclasses.replace(recipe, **steps)
     if arguments.seconds:
-        scale = arguments.seconds / (recipe.trunk_seconds + recipe.chain_seconds)
-        recipe = dataclasses.replace(
-            recipe, trunk_seconds=scale * recipe.trunk_seconds, chain_seconds=scale * recipe.chain_seconds
-        )
+        seconds = {f"{name}_seconds": getattr(recipe, f"{name}_seconds") for name in PHASES}
+        scale = arguments.seconds / sum(seconds.values())
+        recipe = dataclasses.replace(recipe, **{name: scale * value for name, value in seconds.items()})
     work = arguments.work or Path(tempfile.mkdtemp(prefix="train-tiny-"))
     print(f"work in {work}; go on after a crash with --work {work}", flush=True)
     train(arguments.out, work, recipe, arguments.workers, not arguments.no_compile)

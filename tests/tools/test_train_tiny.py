@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from tiny_training import corpus, decode, evaluate, export, gated_delta, losses, optim, team
 from tiny_training.chain import unroll
+from tiny_training.circuits import start_as_copier
 from tiny_training.config import TinyConfig
+from tiny_training.grow import grow
 from tiny_training.network import Network, mlp_block, rms_norm
 
 SMALL = TinyConfig(
@@ -320,3 +323,34 @@ def test_rounds_skip_what_was_accepted():
     assert is_round[0].tolist() == [True, False, False, True, True, False]
     assert judged == [3, 2]
     assert accepted == [2, 1]
+
+
+def test_a_grown_network_computes_what_the_shallow_one_did():
+    shallow, deep = Network(SMALL, chunk=8), Network(replace(SMALL, num_hidden_layers=8), chunk=8)
+    shallow.initialise(seed=3)
+    start_as_copier(shallow, seed=3)
+    grow(shallow, deep)
+    ids = random_ids(2, 21)
+    assert torch.equal(deep.trunk(ids), shallow.trunk(ids))
+    with torch.no_grad():
+        deep.model.layers[5].mlp.down_proj.weight.add_(0.1)
+    assert not torch.allclose(deep.trunk(ids), shallow.trunk(ids))
+
+
+def test_an_untrained_network_expects_repeats():
+    """Noise twice over: the second time, each token is the likelier for having followed its forerunner before."""
+    network = Network(
+        replace(SMALL, hidden_size=64, linear_key_head_dim=32, linear_value_head_dim=32), chunk=8
+    )
+    network.initialise(seed=3)
+    once = random_ids(4, 24)
+    twice = torch.cat((once, once), dim=1)
+
+    def loss_of_second_half() -> float:
+        logits = network.trunk(twice[:, :-1]) @ network.unembedding.T
+        return F.cross_entropy(logits[:, 24:].flatten(0, 1), twice[:, 25:].flatten()).item()
+
+    with torch.no_grad():
+        random_weights = loss_of_second_half()
+        start_as_copier(network, seed=3)
+        assert loss_of_second_half() < random_weights - 0.5

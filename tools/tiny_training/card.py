@@ -41,10 +41,13 @@ training; the figures below are measured on these files.
 trains such a checkpoint from nothing, by default within an hour on two idle CPU cores (`--seconds` sets the time). This
 one took {minutes:.0f} minutes, with its evaluation.
 
-1. Trunk and head together, {trunk_minutes:.0f} minutes, {trunk_steps} steps, {trunk_tokens:.1f} million tokens: next-token
-   loss plus {head_weight} of the head's loss on half of the rows. Muon for matrices, AdamW for the rest; the learning rate
-   falls linearly to zero over the last {decay_percent:.0f} percent of the time.
-2. The head alone behind the frozen trunk, {chain_minutes:.0f} minutes, {chain_steps} steps: its first {chain_depth} drafts,
+1. A shallow trunk of {shallow_layers} layers, {shallow_minutes:.0f} minutes, {shallow_steps} steps, {shallow_tokens:.1f} million
+   tokens: next-token loss; Muon for matrices, AdamW for the rest. Its linear layers start out recalling, from their
+   state, what followed the current token before.
+2. The whole trunk, grown from it by repeating its layers, and the head, {trunk_minutes:.0f} minutes, {trunk_steps} steps,
+   {trunk_tokens:.1f} million tokens: next-token loss plus {head_weight} of the head's loss on half of the rows; the learning
+   rate falls linearly to zero over the last {decay_percent:.0f} percent of the time.
+3. The head alone behind the frozen trunk, {chain_minutes:.0f} minutes, {chain_steps} steps: its first {chain_depth} drafts,
    each learning the trunk's whole distribution, with the attention that drafting has.
 
 A re-run does not give the same weights: the standard library differs between Python versions, and the schedule follows
@@ -111,6 +114,7 @@ def write_card(out: Path, config: TinyConfig, run: dict[str, Any], figures: dict
             acceptance_rows.append(
                 f"| {name}, rejection | {cells(part['rejection_sampling_acceptance'])} | |"
             )
+    tokens_per_batch = recipe["rows"] * recipe["sequence_length"] / 1e6
     card = CARD.format(
         parameters=figures["parameters"] / 1e6,
         megabytes=figures["weights_bytes"] / 1e6,
@@ -128,9 +132,13 @@ def write_card(out: Path, config: TinyConfig, run: dict[str, Any], figures: dict
         million_chars=run["characters"] / 1e6,
         million_tokens=sum(run["tokens"].values()) / 1e6,
         minutes=run["seconds"] / 60,
+        shallow_layers=config.shallow.num_hidden_layers,
+        shallow_minutes=run["shallow"]["seconds"] / 60,
+        shallow_steps=run["shallow"]["steps"],
+        shallow_tokens=run["shallow"]["batches"] * tokens_per_batch,
         trunk_minutes=run["trunk"]["seconds"] / 60,
         trunk_steps=run["trunk"]["steps"],
-        trunk_tokens=run["trunk"]["batches"] * recipe["rows"] * recipe["sequence_length"] / 1e6,
+        trunk_tokens=run["trunk"]["batches"] * tokens_per_batch,
         head_weight=recipe["head_weight"],
         decay_percent=100 * (1 - recipe["trunk_hold_until"]),
         chain_minutes=run["chain"]["seconds"] / 60,

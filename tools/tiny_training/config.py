@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -52,6 +52,11 @@ class TinyConfig:
         interval = self.full_attention_interval
         kinds = ("linear_attention", "full_attention")
         return [kinds[(index + 1) % interval == 0] for index in range(self.num_hidden_layers)]
+
+    @property
+    def shallow(self) -> "TinyConfig":
+        """The same model with one group of layers, from which the whole one grows."""
+        return replace(self, num_hidden_layers=self.full_attention_interval)
 
     @property
     def key_dim(self) -> int:
@@ -128,16 +133,19 @@ class Recipe:
     warmup: float = 0.02
     weight_decay: float = 0.05
 
-    trunk_seconds: float = 2460.0
+    shallow_seconds: float = 1260.0
+    shallow_steps: int = 10000
+    shallow_double_rows_from: float = 0.4
+
+    trunk_seconds: float = 1290.0
     trunk_steps: int = 10000
-    trunk_muon_lr: float = 4e-3
+    trunk_muon_lr: float = 3e-3
     trunk_adamw_lr: float = 3e-3
-    trunk_hold_until: float = 0.3
-    double_rows_from: float = 0.5
+    trunk_hold_until: float = 0.2
     head_weight: float = 0.3
     head_rows_share: float = 0.5
 
-    chain_seconds: float = 500.0
+    chain_seconds: float = 570.0
     chain_steps: int = 600
     chain_depth: int = 3
     chain_decay: float = 0.8

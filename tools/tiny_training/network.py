@@ -315,33 +315,9 @@ class Network(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("conv1d.weight"):
                 parameter.uniform_(-0.2, 0.2, generator=generator)
-            elif name.endswith("dt_bias"):
-                # the inverse softplus of a decay per token from 1/1000 to 1/5, evenly in its logarithm
-                rates = torch.empty_like(parameter).uniform_(-6.9, -1.6, generator=generator).exp()
-                parameter.copy_(torch.log(torch.expm1(rates)))
             elif parameter.ndim == 2:
                 is_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if is_residual else 0.02, generator=generator)
-        for layer in self.model.layers:
-            if layer.is_linear:
-                self._start_as_copier(layer.linear_attn)
-
-    def _start_as_copier(self, gdn: GatedDeltaNet) -> None:
-        """Let a layer recall from the start what followed the current token when it last stood in the text.
-
-        Queries and keys share a projection, and the convolution shifts keys by one token, so that the state maps each
-        token to its successor. The second half of the key heads matches pairs of tokens. Text, and code above all, is
-        full of repeats, and finding this by descent takes longer than the whole training lasts.
-        """
-        key_dim, head_dim = self.config.key_dim, self.config.linear_key_head_dim
-        gdn.in_proj_qkv.weight[key_dim : 2 * key_dim] = gdn.in_proj_qkv.weight[:key_dim]
-        taps = gdn.conv1d.weight[:, 0]
-        pairs_from = (self.config.linear_num_key_heads // 2) * head_dim
-        taps[:key_dim, -1] += 1.0
-        taps[pairs_from:key_dim, -2] += 1.0
-        taps[key_dim : 2 * key_dim, -2] += 1.0
-        taps[key_dim + pairs_from : 2 * key_dim, -3] += 1.0
-        taps[2 * key_dim :, -1] += 1.0
 
     @property
     def unembedding(self) -> Tensor:

@@ -76,7 +76,7 @@ def learning_rate_factor(done: float, warmup: float, hold_until: float) -> float
     """Linear warm-up, constant, linear to zero at `done` = 1."""
     if done < warmup:
         return max(done, 0.01) / warmup if warmup > 0.01 else 1.0
-    return 1.0 if done < hold_until else (1.0 - done) / (1.0 - hold_until)
+    return 1.0 if done <= hold_until else (1.0 - done) / (1.0 - hold_until)
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:

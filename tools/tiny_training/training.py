@@ -1,4 +1,4 @@
-"""The two phases: trunk and head together, then the head alone as a chain behind the frozen trunk."""
+"""The phases: a shallow trunk, the whole trunk and its head together, then the head alone behind the frozen trunk."""
 
 import math
 import time
@@ -175,36 +175,68 @@ def run_phase(
         parameter.grad = None
 
 
-def train_together(
-    network: Network, tokens: Tokens, recipe: Recipe, checkpoint: Path, workers: int, is_compiled: bool
-) -> Progress:
-    """Phase 1: next-token loss of the trunk, plus a share of the head's first draft, on real text."""
-    length = recipe.sequence_length
+class TextPhase(NamedTuple):
+    """A phase on real text. At head weight 0 the head is left alone."""
+
+    progress: Progress
+    seed: int
+    head_weight: float
+    batches_per_step: Callable[[float], int]
+
+
+def shallow_phase(recipe: Recipe) -> TextPhase:
+    """Phase 1: a shallow trunk, at a constant learning rate."""
+    phase = Progress("shallow", recipe.shallow_steps, recipe.shallow_seconds, 1.0, recipe)
+    return TextPhase(phase, recipe.seed, 0.0, lambda done: 1 if done < recipe.shallow_double_rows_from else 2)
+
+
+def trunk_phase(recipe: Recipe) -> TextPhase:
+    """Phase 2: the whole trunk, and the head's first draft."""
     phase = Progress("trunk", recipe.trunk_steps, recipe.trunk_seconds, recipe.trunk_hold_until, recipe)
-    parameters = dict(network.named_parameters())
+    return TextPhase(phase, recipe.seed + 1, recipe.head_weight, lambda done: 2)
+
+
+def train_on_text(
+    network: Network,
+    tokens: Tokens,
+    recipe: Recipe,
+    phase: TextPhase,
+    checkpoint: Path,
+    workers: int,
+    is_compiled: bool,
+) -> Progress:
+    """Next-token loss of the trunk, plus a share of the head's first draft."""
+    length, head_weight = recipe.sequence_length, phase.head_weight
+    parameters = {
+        name: value
+        for name, value in network.named_parameters()
+        if head_weight > 0.0 or not name.startswith("mtp.")
+    }
     windows = check_windows(tokens, length)
     network.operators = compile_operators() if is_compiled else EAGER
 
     def loss_of(ids: Tensor) -> dict[str, Tensor]:
         hidden = network.trunk(ids[:, :length])
         trunk = output_loss(hidden, network.unembedding, ids[:, 1 : length + 1])
+        if head_weight == 0.0:
+            return {"loss": trunk}
         some = math.ceil(len(ids) * recipe.head_rows_share)
         drafted = network.head(hidden[:some], ids[:some, 1 : length + 1])
         head = output_loss(drafted, network.unembedding, ids[:some, 2 : length + 2])
-        return {"loss": trunk + recipe.head_weight * head, "trunk": trunk.detach(), "head": head.detach()}
+        return {"loss": trunk + head_weight * head, "trunk": trunk.detach(), "head": head.detach()}
 
     task = Task(
         lambda owned: make_optimizers(
             owned, recipe.trunk_muon_lr, recipe.trunk_adamw_lr, recipe.weight_decay
         ),
-        training_batches(tokens, recipe.rows, length + 2, recipe.library_share, recipe.seed),
+        training_batches(tokens, recipe.rows, length + 2, recipe.library_share, phase.seed),
         loss_of,
-        lambda done: 1 if done < recipe.double_rows_from else 2,
+        phase.batches_per_step,
         lambda: f"held-out {quick_check(network, windows):.4f}",
     )
-    run_phase(phase, parameters, task, checkpoint, workers)
+    run_phase(phase.progress, parameters, task, checkpoint, workers)
     network.operators = EAGER
-    return phase
+    return phase.progress
 
 
 def chain_losses(network: Network, ids: Tensor, depth: int) -> list[Tensor]:
@@ -221,7 +253,7 @@ def chain_losses(network: Network, ids: Tensor, depth: int) -> list[Tensor]:
 
 
 def train_chain(network: Network, tokens: Tokens, recipe: Recipe, checkpoint: Path, workers: int) -> Progress:
-    """Phase 2: the head learns the trunk's distributions along its own chains; the trunk is frozen."""
+    """Phase 3: the head learns the trunk's distributions along its own chains; the trunk is frozen."""
     depth = recipe.chain_depth
     phase = Progress("chain", recipe.chain_steps, recipe.chain_seconds, recipe.chain_hold_until, recipe)
     network.requires_grad_(False)
@@ -243,7 +275,7 @@ def train_chain(network: Network, tokens: Tokens, recipe: Recipe, checkpoint: Pa
 
     task = Task(
         lambda owned: make_optimizers(owned, recipe.chain_muon_lr, recipe.chain_adamw_lr, weight_decay=0.0),
-        training_batches(tokens, recipe.rows, recipe.sequence_length, recipe.library_share, recipe.seed + 1),
+        training_batches(tokens, recipe.rows, recipe.sequence_length, recipe.library_share, recipe.seed + 2),
         loss_of,
         lambda done: 1,
         check,
