@@ -274,6 +274,7 @@ class Faulty:
         self.inner, self.method, self.at, self.is_lasting = inner, method, at, is_lasting
         self.needs_hidden = inner.needs_hidden
         self.count = 0
+        self.released_at: list[int] = []
 
     def _maybe_raise(self, method: str) -> None:
         if method == self.method:
@@ -293,7 +294,24 @@ class Faulty:
         self.inner.restart(key)
 
     def release(self, key: SequenceKey) -> None:
+        self.released_at.append(self.count)
         self.inner.release(key)
+
+
+def test_a_drafter_that_cannot_follow_forgets_the_sequences() -> None:
+    """What it knew of them has a gap from here on."""
+    target = Target()
+    inner = drafting(target, cycle((3, 1)))
+    made: list[Faulty] = []
+
+    def make(*args: Any) -> Faulty:
+        made.append(Faulty(inner(*args), "commit", 3, is_lasting=False))
+        return made[0]
+
+    run(make_engine(target, depth=3, drafter=make, max_num_seqs=3), requests_of(), may_fail=True)
+    (faulty,) = made
+    assert faulty.released_at[0] == 3
+    assert faulty.count > 3
 
 
 @pytest.mark.parametrize("is_lasting", [False, True])
