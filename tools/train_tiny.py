@@ -69,7 +69,7 @@ def train(out: Path, work: Path, recipe: Recipe, workers: int, is_compiled: bool
         options = (workers, is_compiled)
         phase = shallow_phase(recipe)
         run["shallow"] = train_on_text(shallow, tokens, recipe, phase, work / "shallow", *options).summary
-        grow(shallow, network, recipe.seed)
+        grow(shallow, network)
         phase = trunk_phase(recipe)
         run["trunk"] = train_on_text(network, tokens, recipe, phase, work / "trunk", *options).summary
         record.write_text(json.dumps(run), encoding="utf-8")

@@ -135,7 +135,7 @@ class Recipe:
 
     shallow_seconds: float = 1260.0
     shallow_steps: int = 10000
-    shallow_double_rows_from: float = 0.4
+    shallow_double_rows_from: float = 0.25
 
     trunk_seconds: float = 1290.0
     trunk_steps: int = 10000

@@ -314,7 +314,11 @@ class Network(nn.Module):
         residual_std = 0.02 * (2 * self.config.num_hidden_layers) ** -0.5
         for name, parameter in self.named_parameters():
             if name.endswith("conv1d.weight"):
-                parameter.uniform_(-0.2, 0.2, generator=generator)
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+            elif name.endswith("dt_bias"):
+                # the inverse softplus of a decay per token from 1/1000 to 1/5, evenly in its logarithm
+                rates = torch.empty_like(parameter).uniform_(-6.9, -1.6, generator=generator).exp()
+                parameter.copy_(torch.log(torch.expm1(rates)))
             elif parameter.ndim == 2:
                 is_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if is_residual else 0.02, generator=generator)
