@@ -17,7 +17,8 @@ from tiny_training.chain import unroll
 from tiny_training.circuits import start_as_copier
 from tiny_training.config import TinyConfig
 from tiny_training.grow import grow
-from tiny_training.network import Network, mlp_block, rms_norm
+from tiny_training.network import Network, attention_inputs, mlp_block, rms_norm
+from tiny_training.recall import recall_loss
 
 SMALL = TinyConfig(
     vocab_size=320,
@@ -335,6 +336,28 @@ def test_a_grown_network_computes_what_the_shallow_one_did():
     with torch.no_grad():
         deep.model.layers[5].mlp.down_proj.weight.add_(0.1)
     assert not torch.allclose(deep.trunk(ids), shallow.trunk(ids))
+
+
+def test_recall_loss_equals_a_loop_over_places(network):
+    ids = torch.randint(5, (2, 20), generator=torch.Generator().manual_seed(5))
+    layer, rope, sizes = network.model.layers[3], network.rope.at(0, 20), network.sizes
+    x = network.model.embed_tokens(ids)
+    q, k, _, _ = attention_inputs(x, *layer.attention_weights(), rope, sizes)
+    missed = []
+    for text in range(2):
+        for head in range(4):
+            reach = 1 if head < 2 else 2  # single tokens, then pairs
+            for i in range(20):
+                weights = (k[text, head // 2, : i + 1] @ q[text, head, i] * SMALL.head_dim**-0.5).softmax(-1)
+                right = [
+                    j
+                    for j in range(reach, i + 1)
+                    if i >= reach - 1 and all(ids[text, j - 1 - n] == ids[text, i - n] for n in range(reach))
+                ]
+                if right:
+                    missed.append(-weights[right].sum().log())
+    assert len(missed) > 40
+    torch.testing.assert_close(recall_loss(layer, x, ids, rope, sizes), torch.stack(missed).mean())
 
 
 def test_an_untrained_network_expects_repeats():

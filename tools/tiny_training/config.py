@@ -133,6 +133,9 @@ class Recipe:
     warmup: float = 0.02
     weight_decay: float = 0.05
 
+    recall_weight: float = 0.5
+    recall_until: float = 0.4
+
     shallow_seconds: float = 1260.0
     shallow_steps: int = 10000
     shallow_double_rows_from: float = 0.25

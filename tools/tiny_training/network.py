@@ -328,13 +328,18 @@ class Network(nn.Module):
         """The tied output matrix [V, H]."""
         return self.model.embed_tokens.weight
 
-    def trunk(self, ids: Tensor) -> Tensor:
-        """Hidden states after the final norm [B, T, H] for ids [B, T]."""
+    def trunk(self, ids: Tensor, attention_inputs: list[Tensor] | None = None) -> Tensor:
+        """Hidden states after the final norm [B, T, H] for ids [B, T].
+
+        What enters each full-attention layer [B, padded T, H] is appended to `attention_inputs`.
+        """
         length = ids.shape[1]
         padding = -length % self.sizes.chunk  # behind the text, where causality hides it
         x = self.model.embed_tokens(F.pad(ids, (0, padding)))
         rope = self.rope.at(0, length + padding)
         for layer in self.model.layers:
+            if attention_inputs is not None and not layer.is_linear:
+                attention_inputs.append(x)
             x = layer(x, rope, self.sizes, self.operators)
         return rms_norm(x, self.model.norm.weight, self.sizes.eps)[:, :length]
 

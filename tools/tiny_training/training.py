@@ -17,6 +17,7 @@ from tiny_training.corpus import Tokens, held_out_windows, training_batches
 from tiny_training.losses import output_loss
 from tiny_training.network import EAGER, Network, compile_operators
 from tiny_training.optim import learning_rate_factor, make_optimizers, progress, set_learning_rate
+from tiny_training.recall import recall_loss
 from tiny_training.team import Team, share
 
 SAVE_EVERY_SECONDS = 240.0
@@ -216,14 +217,20 @@ def train_on_text(
     network.operators = compile_operators() if is_compiled else EAGER
 
     def loss_of(ids: Tensor) -> dict[str, Tensor]:
-        hidden = network.trunk(ids[:, :length])
+        recall_weight = recipe.recall_weight * max(0.0, 1.0 - phase.progress.done / recipe.recall_until)
+        entering: list[Tensor] = []
+        hidden = network.trunk(ids[:, :length], entering)
         trunk = output_loss(hidden, network.unembedding, ids[:, 1 : length + 1])
+        losses = {"loss": trunk, "trunk": trunk.detach()}
+        if recall_weight > 0.0:
+            recall = mean_recall_loss(network, entering, ids[:, :length])
+            losses |= {"loss": trunk + recall_weight * recall, "recall": recall.detach()}
         if head_weight == 0.0:
-            return {"loss": trunk}
+            return losses
         some = math.ceil(len(ids) * recipe.head_rows_share)
         drafted = network.head(hidden[:some], ids[:some, 1 : length + 1])
         head = output_loss(drafted, network.unembedding, ids[:some, 2 : length + 2])
-        return {"loss": trunk + head_weight * head, "trunk": trunk.detach(), "head": head.detach()}
+        return {**losses, "loss": losses["loss"] + head_weight * head, "head": head.detach()}
 
     task = Task(
         lambda owned: make_optimizers(
@@ -237,6 +244,17 @@ def train_on_text(
     run_phase(phase.progress, parameters, task, checkpoint, workers)
     network.operators = EAGER
     return phase.progress
+
+
+def mean_recall_loss(network: Network, entering: list[Tensor], ids: Tensor) -> Tensor:
+    """recall_loss of every attention layer, on the first row of ids [B, T] alone: it is slow, and says enough."""
+    length = ids.shape[1]
+    layers = [layer for layer in network.model.layers if not layer.is_linear]
+    losses = [
+        recall_loss(layer, x[:1, :length], ids[:1], network.rope.at(0, length), network.sizes)
+        for layer, x in zip(layers, entering, strict=True)
+    ]
+    return torch.stack(losses).mean()
 
 
 def chain_losses(network: Network, ids: Tensor, depth: int) -> list[Tensor]:
