@@ -7,21 +7,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from metrale import native
+from metrale import LLM, SamplingParams, native
 from tests.engine.schedules import Request, Result, assert_same, random_request, random_schedule, run, solo
 
 VOCAB_SIZE = 101
 NUM_REQUESTS = 6
+needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C compiler on this machine")
 BACKENDS = [
     pytest.param("torch", "float32", id="torch-float32"),
     pytest.param("torch", "bfloat16", id="torch-bfloat16"),
-    pytest.param(
-        "cpu",
-        "float32",
-        id="cpu",
-        marks=pytest.mark.skipif(not native.is_available(), reason="no C compiler on this machine"),
-    ),
+    pytest.param("cpu", "float32", id="cpu", marks=needs_compiler),
 ]
 METHODS = ("scripted", "scripted", "ngram", "mtp", None)
 
@@ -56,3 +53,16 @@ def test_random_schedules_equal_solo_runs(
             raise AssertionError(
                 f"--soak-seed {soak_seed}, schedule {number}: {schedule}: {error}"
             ) from error
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+@needs_compiler
+def test_threads_change_no_bit_of_the_embedded_model(num_threads: int) -> None:
+    """Its products are large enough to be shared out, unlike those of the random model."""
+    prompts = ["def read_config(path):", "import os\n" * 40]
+    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=40, logprobs=2)
+    plain = LLM("tiny", backend="cpu").generate(prompts, sampling, use_tqdm=False)
+    torch.set_num_threads(num_threads)
+    drafted = LLM("tiny", backend="cpu", speculative_config={"method": "mtp"})
+    got = drafted.generate(prompts, sampling, use_tqdm=False)
+    assert [out.outputs for out in got] == [out.outputs for out in plain]
