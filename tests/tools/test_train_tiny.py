@@ -377,3 +377,9 @@ def test_an_untrained_network_expects_repeats():
         random_weights = loss_of_second_half()
         start_as_copier(network, seed=3)
         assert loss_of_second_half() < random_weights - 0.2
+
+
+def test_tables_are_left_out_and_code_is_not():
+    entries = "".join(f"    '\\x{code:02x}'  #  0x{code:02x} -> LETTER\n" for code in range(100))
+    assert corpus.is_table(f'"""A codec."""\nimport codecs\ndecoding_table = (\n{entries})\n')
+    assert not corpus.is_table('"""Doc."""\nNAMES = [\n    "a",\n    "b",\n]\n\n\ndef f(x):\n    return x\n')

@@ -1,6 +1,7 @@
 """The text: the Python standard library's source, split by file into training and held-out text, and its tokenizer."""
 
 import hashlib
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from tiny_training.config import END_OF_TEXT, SPECIAL_TOKENS
 HELD_OUT_MODULUS = 50
 MAX_FILE_CHARS = 300_000
 MAX_DIGIT_SHARE = 0.15
+MAX_CONSTANT_SHARE = 0.5
+CONSTANT_LINE = re.compile(r"\s*['\"\d]")
+"""A line that begins with a string or a number: an entry of a table."""
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SPLIT_PATTERN = (
@@ -46,10 +50,16 @@ def path_hash(path: str, purpose: str) -> int:
 
 
 def is_table(text: str) -> bool:
-    """True for generated data: very long files, and files of numbers such as the character map codecs."""
+    """True for generated data: very long files, and files of numbers or strings such as the character map codecs."""
     visible = sum(not char.isspace() for char in text)
     digits = sum(char.isdigit() for char in text)
-    return len(text) > MAX_FILE_CHARS or digits > MAX_DIGIT_SHARE * max(visible, 1)
+    lines = text.splitlines()
+    constants = sum(CONSTANT_LINE.match(line) is not None for line in lines)
+    return (
+        len(text) > MAX_FILE_CHARS
+        or digits > MAX_DIGIT_SHARE * max(visible, 1)
+        or constants > MAX_CONSTANT_SHARE * len(lines)
+    )
 
 
 def read_documents(root: Path | None = None) -> list[Document]:
