@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+TYPE_CODES = {torch.int32: "i", torch.int64: "q"}
+
 
 def index_tensors(
-    numbers: Sequence[int], sizes: Sequence[int], dtype: type[np.signedinteger], device: torch.device
+    numbers: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """`numbers` as tensors of `sizes`, one after the other, moved to the device in one transfer.
+    """`numbers` as int32 or int64 tensors of `sizes`, one after the other, moved to the device in one transfer.
 
-    By way of numpy: a quarter of the time that torch takes for a short list, and a step makes many.
+    By way of an array: a third of the time that torch takes for a short list, and a step makes many.
     """
-    packed = torch.from_numpy(np.array(numbers, dtype=dtype)).to(device)
+    if not numbers:
+        return torch.split_with_sizes(torch.empty(0, dtype=dtype, device=device), sizes)
+    packed = torch.frombuffer(array(TYPE_CODES[dtype], numbers), dtype=dtype).to(device)
     return torch.split_with_sizes(packed, sizes)
 
 
@@ -71,7 +75,7 @@ class Groups:
             cu.append(cu[-1] + num_rows)
         n = len(host)
         numbers = [g.slot for g in host] + [g.start for g in host] + cu
-        slots, starts, cu_rows = index_tensors(numbers, (n, n, n + 1), np.int32, page_table.device)
+        slots, starts, cu_rows = index_tensors(numbers, (n, n, n + 1), torch.int32, page_table.device)
         return Groups(slots, starts, cu_rows, page_table, tuple(host))
 
     @staticmethod

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +43,7 @@ def build_batch(
     num_rows = len(token_ids)
     wanted = range(num_rows) if logit_rows is None else logit_rows
     numbers = [*token_ids, *positions, *kv_index, *wanted]
-    columns = index_tensors(numbers, (num_rows, num_rows, num_rows, len(wanted)), np.int64, device)
+    columns = index_tensors(numbers, (num_rows, num_rows, num_rows, len(wanted)), torch.int64, device)
     return Batch(
         token_ids=columns[0],
         positions=columns[1],
