@@ -73,7 +73,7 @@ def train(out: Path, work: Path, recipe: Recipe, workers: int, is_compiled: bool
         phase = trunk_phase(recipe)
         run["trunk"] = train_on_text(network, tokens, recipe, phase, work / "trunk", *options).summary
         record.write_text(json.dumps(run), encoding="utf-8")
-        export(network, tokenizer, out)  # usable, whatever happens to the second phase
+        export(network, tokenizer, out)  # usable, whatever happens to the last phase
     run["chain"] = train_chain(network, tokens, recipe, work / "chain", workers).summary
     export(network, tokenizer, out)
     trained = time.monotonic()

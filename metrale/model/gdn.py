@@ -21,7 +21,7 @@ def gdn_mixer(
     index: int,
     eps: float,
 ) -> Tensor:
-    """x + mixer(RMSNorm of x with scales `norm`), [T, D]; works on the state of the pool's Gated DeltaNet layer `index`.
+    """x + mixer(RMSNorm of x with scales `norm`), [T, D]; works on the state of the pool's layer `index` of this kind.
 
     Generated rows run the sequential form and write rings alone (and a fold, which changes no logical state);
     prompt rows run the chunked form and advance the state.

@@ -85,8 +85,8 @@ class TrunkWeights:
 class MtpWeights:
     """The multi-token-prediction head; embedding and output head are the trunk's.
 
-    pair_norm [2, D], of the embedding and of the hidden row, and norm [D] are 1 + w; fc [D, 2D], embedding columns first; layer, a
-    full-attention decoder layer.
+    pair_norm [2, D], of the embedding and of the hidden row, and norm [D] are 1 + w; fc [D, 2D], embedding
+    columns first; layer, a full-attention decoder layer.
     """
 
     pair_norm: Tensor

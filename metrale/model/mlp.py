@@ -18,7 +18,10 @@ def mlp(
     norm_topk: bool,
     eps: float,
 ) -> Tensor:
-    """x + mlp(RMSNorm of x with scales `norm`), [T, D]; `top_k` and `norm_topk` matter to a mixture of experts alone."""
+    """x + mlp(RMSNorm of x with scales `norm`), [T, D].
+
+    `top_k` and `norm_topk` matter to a mixture of experts alone.
+    """
     if isinstance(weights, DenseWeights):
         inner = ops.linear(x, weights.gate_up, num_generated, silu_mul=True, norm=norm, eps=eps)  # [T, I]
         return ops.linear(inner, weights.down, num_generated, x)

@@ -27,7 +27,7 @@ def linear(
     | x | [T, K] | float32 | in | rows; the row stride may exceed K |
     | weight | [N, K] | float32, bfloat16 | in | read once a call, widened on the way; with `silu_mul` [2 I, K]: gate, up |
     | residual | [T, N] | float32 | in | added to the product |
-    | norm | [K] or [G, K / G] | float32 | in | RMSNorm scales; each of G parts of a row is normalised by itself, with `eps` |
+    | norm | [K] or [G, K / G] | float32 | in | RMSNorm scales, one norm for each of a row's G parts, with `eps` |
     | result | [T, N] or [T, I] | float32 | out | |
 
     Both row classes share one arithmetic, so `num_generated` changes nothing: a dot product has an order of its own,

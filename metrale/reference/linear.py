@@ -30,7 +30,7 @@ def linear(
     | x | [T, K] | activation | in | rows, generated rows first; the row stride may exceed K |
     | weight | [N, K] | activation | in | with `silu_mul` [2 I, K]: gate rows, then up rows |
     | residual | [T, N] | activation | in | added to the rounded product |
-    | norm | [K] or [G, K / G] | float32 | in | RMSNorm scales; each of G parts of a row is normalised by itself, with `eps` |
+    | norm | [K] or [G, K / G] | float32 | in | RMSNorm scales, one norm for each of a row's G parts, with `eps` |
     | result | [T, N] or [T, I] | activation | out | |
 
     The first `num_generated` rows run in tiles of GENERATED_TILE rows, the others in tiles of PROMPT_TILE, zero-padded:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from metrale import LLM, SamplingParams, native
+from metrale import LLM, SamplingParams
+from tests.compiler import needs_compiler
 from tests.engine.schedules import Request, Result, assert_same, random_request, random_schedule, run, solo
 
 VOCAB_SIZE = 101
 NUM_REQUESTS = 6
-needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C compiler on this machine")
 BACKENDS = [
     pytest.param("torch", "float32", id="torch-float32"),
     pytest.param("torch", "bfloat16", id="torch-bfloat16"),

@@ -222,7 +222,7 @@ def test_streams_of_any_schedule_join_to_one_text(directory: Path) -> None:
 
 @pytest.mark.parametrize("stops", [["the end"], ["🙂🙂"], []])
 def test_a_verdict_that_is_never_committed_leaves_no_text(stops: list[str], directory: Path) -> None:
-    """Every step is run twice and the first verdict dropped, as after a fault: what was held back is not lost or doubled."""
+    """Every step is run twice and the first verdict dropped, as after a fault: held-back text is not lost or doubled."""
     engine, _ = text_engine(directory, 3, cycle((3, 2), (0, 0), (3, 3)))
     request = (PROMPT, greedy(stop=stops, max_tokens=200))
     (expected,) = run(engine, [request])

@@ -11,6 +11,7 @@ import torch
 
 from metrale import native, reference
 from metrale.kernels.ops import Ops
+from tests.compiler import needs_compiler
 from tests.model import checkpoints
 
 
@@ -35,14 +36,10 @@ def ops() -> Ops:
     return reference.ops()
 
 
-@pytest.fixture(scope="session", params=["torch", "cpu"])
+@pytest.fixture(scope="session", params=["torch", pytest.param("cpu", marks=needs_compiler)])
 def backend(request: pytest.FixtureRequest) -> Ops:
     """The operators of each backend of this machine."""
-    if request.param == "torch":
-        return reference.ops()
-    if not native.is_available():
-        pytest.skip("no C compiler")
-    return native.ops()
+    return reference.ops() if request.param == "torch" else native.ops()
 
 
 @pytest.fixture(scope="session")

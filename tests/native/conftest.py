@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from metrale import native
+from tests.compiler import needs_compiler
 
 _empty = torch.empty
 
@@ -19,11 +20,15 @@ def _poisoned_empty(*size: Any, **options: Any) -> Tensor:
     return tensor.fill_(torch.nan if tensor.is_floating_point() else -7)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(needs_compiler)
+
+
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Outputs start as NaN, so that an element that nobody wrote shows."""
-    if not native.is_available():
-        pytest.skip("needs a C compiler")
     monkeypatch.setattr(torch, "empty", _poisoned_empty)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -115,27 +114,20 @@ def test_refusals_name_operator_and_argument() -> None:
         linear(x, weight[:3], 2, silu_mul=True)
 
 
-@pytest.fixture(name="set_threads")
-def _set_threads() -> Iterator[Any]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 THREAD_SHAPES = [(256, 1032), (1000, 130), (64, 4096)]
 """Each costs enough for several threads, and none divides evenly among them."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "num_outputs"), THREAD_SHAPES)
-def test_threads_change_no_bit(inner: int, num_outputs: int, dtype: torch.dtype, set_threads: Any) -> None:
+def test_threads_change_no_bit(inner: int, num_outputs: int, dtype: torch.dtype) -> None:
     x, weight = randn(33, inner), weight_of(num_outputs, inner, dtype)
     norm, residual = randn(inner, seed=3) + 1, randn(33, num_outputs, seed=4)
-    set_threads(1)
+    torch.set_num_threads(1)
     plain = linear(x, weight, 33, residual, norm=norm, eps=1e-6)
     both = linear(x, weight, 33, silu_mul=True)
     for num_threads in (2, 3, 7):
-        set_threads(num_threads)
+        torch.set_num_threads(num_threads)
         for num_rows in (1, 2, 4, 17, 33):
             rows = slice(0, num_rows)
             got = linear(x[rows], weight, num_rows, residual[rows], norm=norm, eps=1e-6)
@@ -143,9 +135,9 @@ def test_threads_change_no_bit(inner: int, num_outputs: int, dtype: torch.dtype,
             assert torch.equal(linear(x[rows], weight, num_rows, silu_mul=True), both[rows])
 
 
-def test_callers_at_once_get_their_own_results(set_threads: Any) -> None:
+def test_callers_at_once_get_their_own_results() -> None:
     """The workers serve one call at a time; the others run by themselves."""
-    set_threads(2)
+    torch.set_num_threads(2)
     xs = [randn(4, 256, seed=seed) for seed in range(4)]
     weight = weight_of(1032, 256, torch.bfloat16)
     expected = [linear(x, weight, 4) for x in xs]
@@ -162,8 +154,8 @@ def _sum_in_child(x: Tensor, weight: Tensor, queue: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_starts_its_own_workers(set_threads: Any) -> None:
-    set_threads(2)
+def test_a_forked_child_starts_its_own_workers() -> None:
+    torch.set_num_threads(2)
     x, weight = randn(4, 256), weight_of(1032, 256, torch.bfloat16)
     expected = linear(x, weight, 4).sum().item()
     context = multiprocessing.get_context("fork")

@@ -42,8 +42,9 @@ trains such a checkpoint from nothing, by default within an hour on two idle CPU
 one took {minutes:.0f} minutes, with its evaluation.
 
 1. A shallow trunk of {shallow_layers} layers, {shallow_minutes:.0f} minutes, {shallow_steps} steps, {shallow_tokens:.1f} million
-   tokens: next-token loss; Muon for matrices, AdamW for the rest. Its linear layers start out recalling, from their
-   state, what followed the current token before.
+   tokens: next-token loss; Muon for matrices, AdamW for the rest. Half of its linear heads start out recalling, from their
+   state, what followed the current token before. In the first part of this phase and the next, a second loss shows
+   attention where the current token stood before.
 2. The whole trunk, grown from it by repeating its layers, and the head, {trunk_minutes:.0f} minutes, {trunk_steps} steps,
    {trunk_tokens:.1f} million tokens: next-token loss plus {head_weight} of the head's loss on half of the rows; the learning
    rate falls linearly to zero over the last {decay_percent:.0f} percent of the time.

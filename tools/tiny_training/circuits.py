@@ -11,7 +11,7 @@ would not learn it.
 import torch
 
 from tiny_training.config import TinyConfig
-from tiny_training.network import GatedDeltaNet, Network
+from tiny_training.network import GatedDeltaNet, Network, draw_dt_bias
 
 OPEN_GATE = 0.8
 OUTPUT_SCALE = 2.0
@@ -59,9 +59,7 @@ def recall_successors(
             taps[channels, tap] += 1.0
     taps[values, -1] += 1.0
     gdn.out_proj.weight[:, values_from:] = RECALL_SCALE * rows[values].T
-    heads = gdn.dt_bias[config.linear_num_value_heads // 2 :]
-    rates = torch.empty_like(heads).uniform_(*RECALL_LOG_RATES, generator=generator).exp()
-    heads.copy_(torch.log(torch.expm1(rates)))  # the inverse softplus
+    draw_dt_bias(gdn.dt_bias[config.linear_num_value_heads // 2 :], RECALL_LOG_RATES, generator)
 
 
 def tell_predecessors(gdn: GatedDeltaNet, config: TinyConfig, generator: torch.Generator) -> None:

@@ -133,7 +133,7 @@ class Recipe:
     warmup: float = 0.02
     weight_decay: float = 0.05
 
-    recall_weight: float = 0.5
+    recall_weight: float = 0.5  # falls to zero over the first `recall_until` of a phase on text
     recall_until: float = 0.4
 
     shallow_seconds: float = 1260.0

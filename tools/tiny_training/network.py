@@ -143,6 +143,18 @@ def gdn_result(x: Tensor, core: Tensor, z: Tensor, norm: Tensor, out_w: Tensor, 
     return x + F.linear(normed.flatten(2) * F.silu(z), out_w)
 
 
+OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+"""What writes into the residual stream, by the ends of names."""
+
+
+def draw_dt_bias(
+    dt_bias: Tensor, log_rates: tuple[float, float], generator: torch.Generator | None = None
+) -> None:
+    """Fill with the inverse softplus of a decay per token, drawn evenly in its natural logarithm."""
+    rates = torch.empty_like(dt_bias).uniform_(*log_rates, generator=generator).exp()
+    dt_bias.copy_(torch.log(torch.expm1(rates)))
+
+
 class Operators(NamedTuple):
     """The functions between the serial parts: eager, or compiled for one shape."""
 
@@ -316,30 +328,27 @@ class Network(nn.Module):
             if name.endswith("conv1d.weight"):
                 parameter.uniform_(-0.5, 0.5, generator=generator)
             elif name.endswith("dt_bias"):
-                # the inverse softplus of a decay per token from 1/1000 to 1/5, evenly in its logarithm
-                rates = torch.empty_like(parameter).uniform_(-6.9, -1.6, generator=generator).exp()
-                parameter.copy_(torch.log(torch.expm1(rates)))
+                draw_dt_bias(parameter, (-6.9, -1.6), generator)  # from 1/1000 to 1/5
             elif parameter.ndim == 2:
-                is_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
-                parameter.normal_(0.0, residual_std if is_residual else 0.02, generator=generator)
+                parameter.normal_(0.0, residual_std if name.endswith(OUTPUTS) else 0.02, generator=generator)
 
     @property
     def unembedding(self) -> Tensor:
         """The tied output matrix [V, H]."""
         return self.model.embed_tokens.weight
 
-    def trunk(self, ids: Tensor, attention_inputs: list[Tensor] | None = None) -> Tensor:
+    def trunk(self, ids: Tensor, entering: list[Tensor] | None = None) -> Tensor:
         """Hidden states after the final norm [B, T, H] for ids [B, T].
 
-        What enters each full-attention layer [B, padded T, H] is appended to `attention_inputs`.
+        What enters each full-attention layer [B, padded T, H] is appended to `entering`.
         """
         length = ids.shape[1]
         padding = -length % self.sizes.chunk  # behind the text, where causality hides it
         x = self.model.embed_tokens(F.pad(ids, (0, padding)))
         rope = self.rope.at(0, length + padding)
         for layer in self.model.layers:
-            if attention_inputs is not None and not layer.is_linear:
-                attention_inputs.append(x)
+            if entering is not None and not layer.is_linear:
+                entering.append(x)
             x = layer(x, rope, self.sizes, self.operators)
         return rms_norm(x, self.model.norm.weight, self.sizes.eps)[:, :length]
 

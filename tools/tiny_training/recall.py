@@ -1,7 +1,7 @@
 """A loss that shows attention where to look: at what followed the current token when it last stood in the text.
 
-Attention of that kind (induction heads: Olsson et al. 2022) explains most of what a small model of code gains from its
-context, but it forms late by descent alone: nothing rewards half of it. Once it has formed, the text's own loss keeps it.
+Attention of that kind (induction heads: Olsson et al. 2022) is much of what a small model of code gains from its context,
+but it forms late by descent alone: nothing rewards half of it. Once it has formed, the text's own loss keeps it.
 """
 
 import torch
@@ -11,10 +11,10 @@ from tiny_training.network import Layer, Rope, Sizes, attention_inputs, repeat_h
 
 
 def recall_loss(layer: Layer, x: Tensor, ids: Tensor, rope: Rope, sizes: Sizes) -> Tensor:
-    """Mean nats of attention on the wrong places, for the rows that have a right one.
+    """Mean of -log(attention mass on the right places), over heads and the rows that have one.
 
-    x [B, T, H] enters the attention layer, ids [B, T] is the text. A right place for row i is any j <= i whose forerunner
-    is token i; for the second half of the heads, token i - 1 and the one before it must be equal as well.
+    x [B, T, H] enters the attention layer, ids [B, T] is the text. A right place for row i is any j <= i whose
+    forerunner is token i; for the second half of the heads, token i - 1 and the one before it must be equal as well.
     """
     q, k, _, _ = attention_inputs(x, *layer.attention_weights(), rope, sizes)
     k = repeat_heads(k, sizes.num_heads // sizes.num_kv_heads)

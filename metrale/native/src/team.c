@@ -47,21 +47,23 @@ static _Atomic int64_t finished, sleepers;
 static int64_t num_workers;  // guarded by in_use
 static uint64_t num_jobs;    // guarded by in_use
 
-static void take_pieces(void) {
+enum { CALLER = -1 };
+
+// Whether worker number `worker` may take a piece.
+static int is_wanted(ticket t, int64_t worker) {
+  return next_piece(t) < num_pieces(t) && worker < num_helpers(t);
+}
+
+static void take_pieces(int64_t worker) {
   for (;;) {
     ticket t = atomic_load(&current);
     piece work = atomic_load_explicit(&current_work, memory_order_relaxed);
     const void *context = atomic_load_explicit(&current_context, memory_order_relaxed);
-    if (next_piece(t) >= num_pieces(t)) return;
+    if (!is_wanted(t, worker)) return;
     if (!atomic_compare_exchange_strong(&current, &t, t + 1)) continue;
     work(context, next_piece(t));
     atomic_fetch_add_explicit(&finished, 1, memory_order_release);
   }
-}
-
-static int is_wanted(int64_t worker) {
-  ticket t = atomic_load(&current);
-  return next_piece(t) < num_pieces(t) && worker < num_helpers(t);
 }
 
 static int64_t now(void) {
@@ -73,15 +75,15 @@ static int64_t now(void) {
 static void *work_forever(void *number) {
   int64_t worker = (int64_t)(intptr_t)number, last = now();
   for (;;) {
-    if (is_wanted(worker)) {
-      take_pieces();
+    if (is_wanted(atomic_load(&current), worker)) {
+      take_pieces(worker);
       last = now();
     } else if (now() - last < WATCH_NANOSECONDS) {
       for (int i = 0; i < PAUSES_PER_LOOK; i++) PAUSE();
     } else {
       pthread_mutex_lock(&sleep_lock);
       atomic_fetch_add(&sleepers, 1);
-      while (!is_wanted(worker)) pthread_cond_wait(&wake, &sleep_lock);
+      while (!is_wanted(atomic_load(&current), worker)) pthread_cond_wait(&wake, &sleep_lock);
       atomic_fetch_sub(&sleepers, 1);
       pthread_mutex_unlock(&sleep_lock);
     }
@@ -134,7 +136,7 @@ void run_pieces(piece work, const void *context, int64_t count, int64_t threads)
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&sleep_lock);
   }
-  take_pieces();
+  take_pieces(CALLER);
   for (int64_t pauses = 0; atomic_load_explicit(&finished, memory_order_acquire) < count; pauses++)
     if (pauses < PAUSES_BEFORE_YIELD)
       PAUSE();
