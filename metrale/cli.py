@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from metrale import SamplingParams, __version__, cli_generate, cli_info
 from metrale.config import EngineConfig, SpeculativeConfig
@@ -77,7 +78,7 @@ def _notice(message: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(message):
+    with console.status(escape(message)):
         yield
 
 
@@ -145,6 +146,9 @@ def generate(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Rows of one step.", rich_help_panel=ENGINE)
     ] = EngineConfig.max_num_batched_tokens,
+    kv_cache_memory_bytes: Annotated[
+        int | None, typer.Option(help="Most memory for keys and values.", rich_help_panel=ENGINE)
+    ] = EngineConfig.kv_cache_memory_bytes,
     method: Annotated[
         str | None,
         typer.Option(help="mtp or ngram; without it, plain decode.", rich_help_panel=SPECULATION),
@@ -251,6 +255,7 @@ def generate(
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
         }
 
         def load(speculation: dict[str, Any] | None) -> LLM:
@@ -260,10 +265,8 @@ def generate(
 
         with _notice(f"loading {model}"):
             llm = load(drafts)
-        if as_json or logprobs is not None:
+        if as_json:
             result = cli_generate.generate(llm, text, params)
-            if not as_json:
-                cli_generate.write_stdout(result.text)
         else:
             result = cli_generate.stream(llm, text, params, cli_generate.write_stdout)
         if not (as_json or quiet or result.text.endswith("\n")):
@@ -283,7 +286,7 @@ def _show(
     if as_json:
         print(json.dumps(cli_generate.as_json(result, None if plain is None else difference is None)))
     elif not is_quiet:
-        Console().print(cli_generate.table(result, plain))
+        Console().print(cli_generate.table(result, plain if difference is None else None))
         if plain is not None and difference is None:
             print("identical")
     if result.error is not None:

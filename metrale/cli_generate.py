@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -40,10 +41,8 @@ class Generation:
 
 
 def stream(llm: LLM, prompt: str, params: SamplingParams, write: Callable[[str], None]) -> Generation:
-    """One prompt through an engine that has served nobody else; `write` gets each new piece of text.
-
-    Log-probabilities do not come in a stream: `generate` brings them.
-    """
+    """One prompt through an engine that has served nobody else; `write` gets each new piece of text."""
+    logprobs: list[Mapping[int, Any]] = []
     texts: list[str] = []
     token_ids: list[int] = []
     last: StreamChunk | None = None
@@ -51,6 +50,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, write: Callable[[str],
     for chunk in llm.stream(prompt, params):
         texts.append(chunk.text)
         token_ids.extend(chunk.token_ids)
+        logprobs.extend(chunk.logprobs or ())
         last = chunk
         write(chunk.text)
     seconds = time.perf_counter() - start
@@ -61,7 +61,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, write: Callable[[str],
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         error=last.error,
-        logprobs=None,
+        logprobs=None if params.logprobs is None else tuple(logprobs),
         seconds=seconds,
         speculative_decoding=llm.stats(),
     )
@@ -114,6 +114,7 @@ def as_json(result: Generation, is_identical: bool | None) -> dict[str, Any]:
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,
+        "error": result.error,
         "tokens_per_second": result.tokens_per_second,
         "speculative_decoding": dict(result.speculative_decoding),
         "identical": is_identical,
@@ -127,18 +128,19 @@ def as_json(result: Generation, is_identical: bool | None) -> dict[str, Any]:
 
 
 def table(result: Generation, plain: Generation | None) -> Table:
-    """Speed and acceptance of a generation, beside plain decode where it was run."""
+    """Speed and acceptance of a generation, beside a plain decode that gave the same."""
     out = Table(show_header=False)
     out.add_column("what")
     out.add_column("value")
     stats = result.speculative_decoding
     reason = "" if result.stop_reason is None else f" ({result.stop_reason!r})"
-    out.add_row("finish reason", f"{result.finish_reason}{reason}")
+    out.add_row("finish reason", escape(f"{result.finish_reason}{reason}"))
     out.add_row("tokens", f"{len(result.token_ids)} in {result.seconds:.3f} s")
     out.add_row("tokens/s", f"{result.tokens_per_second:.1f}")
     if plain is not None:
         ratio = plain.seconds / result.seconds if result.seconds > 0 else 0.0
-        out.add_row("tokens/s, plain decode", f"{plain.tokens_per_second:.1f} ({ratio:.2f} x as fast)")
+        out.add_row("tokens/s, plain decode", f"{plain.tokens_per_second:.1f}")
+        out.add_row("speed over plain decode", f"{ratio:.2f} x")
     if stats["num_drafts"]:
         rounds = stats["num_drafts"]
         by_position = "  ".join(f"{count / rounds:.2f}" for count in stats["num_accepted_tokens_per_pos"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ def table(found: Description) -> Table:
     out.add_column("what")
     out.add_column("value")
     for what, value in (_holds(found) | {"": ""} | _costs(found)).items():
-        out.add_row(what, value)
+        out.add_row(what, escape(value))
     return out
 
 

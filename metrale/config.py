@@ -45,7 +45,7 @@ class SpeculativeConfig:
     | method | "mtp" or "ngram" |
     | num_speculative_tokens | the ceiling of drafts in a verify, 0 to 16 |
     | prompt_lookup_max, prompt_lookup_min | ngram: longest and shortest suffix matched |
-    | max_num_seqs_speculative | above this many running sequences, plain decode |
+    | max_num_seqs_speculative | above this many running sequences, no drafts; the drafter still follows |
     | depth_policy | "fixed": the ceiling itself |
     """
 

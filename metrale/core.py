@@ -77,20 +77,20 @@ class Verdict(NamedTuple):
 
     key: SequenceKey
     num_rows: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Any, ...]
-    num_drafts: int
-    num_accepted: int
-    num_trimmed: int
-    finish_reason: str | None
-    stop_reason: int | str | None
-    new_text: str  # what the tokens add to the text shown
-    text: Any  # the sequence's text bookkeeping after them
+    text: Any  # the sequence's text bookkeeping after the tokens
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Any, ...] = ()
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_trimmed: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    new_text: str = ""  # what the tokens add to the text shown
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request while it waits or runs. Only the scheduler changes it."""
+    """One sample of one request while it waits or runs. Only the scheduler and the step's commit change it."""
 
     key: SequenceKey
     request_id: int

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import metrale
@@ -34,6 +36,12 @@ NO_STATS = {name: [] if isinstance(value, list) else 0 for name, value in STATS.
 }
 
 
+def _logprobs(ids: Iterable[int]) -> tuple[dict[int, Any], ...]:
+    from metrale.sampling.logprobs import Logprob
+
+    return tuple({i: Logprob(logprob=-0.5, rank=1)} for i in ids)
+
+
 class FakeLLM:
     """Answers every prompt with `answer`, or with `plain` where it was made without drafts."""
 
@@ -56,7 +64,8 @@ class FakeLLM:
             raise self.error
         for i, piece in enumerate(self.pieces):
             is_last = i == len(self.pieces) - 1
-            yield StreamChunk(piece, (len(piece),), "length" if is_last else None)
+            logprobs = None if params.logprobs is None else _logprobs([len(piece)])
+            yield StreamChunk(piece, (len(piece),), "length" if is_last else None, logprobs=logprobs)
 
     def generate(self, prompt: str, params: Any, use_tqdm: bool) -> list[Any]:
         from metrale.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -66,11 +75,7 @@ class FakeLLM:
         if self.error is not None:
             raise self.error
         ids = tuple(len(piece) for piece in self.pieces)
-        logprobs = None
-        if params.logprobs is not None:
-            from metrale.sampling.logprobs import Logprob
-
-            logprobs = tuple({i: Logprob(logprob=-0.5, rank=1)} for i in ids)
+        logprobs = None if params.logprobs is None else _logprobs(ids)
         output = CompletionOutput(0, "".join(self.pieces), ids, logprobs, "length", None)
         return [RequestOutput(0, prompt, (1,), (output,), RequestMetrics())]
 
@@ -145,6 +150,7 @@ def test_json_is_one_object(fake: type[FakeLLM]) -> None:
         "token_ids",
         "finish_reason",
         "stop_reason",
+        "error",
         "tokens_per_second",
         "speculative_decoding",
         "identical",
@@ -164,8 +170,6 @@ def test_json_holds_logprobs_when_asked(fake: type[FakeLLM]) -> None:
 def test_unshowable_text_is_escaped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import io
-
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
     cli_generate.write_stdout("né")
@@ -191,6 +195,7 @@ def test_compare_names_the_first_difference(fake: type[FakeLLM]) -> None:
     result = run(PROMPT, "--method", "mtp", "--compare")
     assert result.exit_code == 1
     assert "identical" not in result.stdout
+    assert "plain decode" not in result.stdout, "no speed beside another output"
     assert result.stderr == "metrale: not identical: token 1 is 11, plain decode gives 2\n"
 
 
@@ -200,6 +205,12 @@ def test_compare_in_json(fake: type[FakeLLM]) -> None:
     result = run(PROMPT, "--json", "--compare", "--method", "mtp")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["identical"] is False
+
+
+def test_brackets_of_the_user_are_shown_as_they_are() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(cli_generate.table(replace(SAME, stop_reason="[/INST]"), None))
+    assert "stop ('[/INST]')" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 SAME = Generation("ab", (1, 2), "stop", "b", None, ({1: -0.5}, {2: -0.25}), 1.0, STATS)
@@ -282,6 +293,7 @@ def test_options_reach_the_engine(fake: type[FakeLLM]) -> None:
         "max_model_len": 99,
         "max_num_seqs": 2,
         "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": None,
         "speculative_config": {
             "method": "ngram",
             "num_speculative_tokens": 2,

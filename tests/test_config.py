@@ -107,7 +107,7 @@ def test_good_speculative_values(depth: int, shortest: int, longest: int, width:
 
 
 def test_defaults() -> None:
-    """The documented ones (DESIGN, section 5)."""
+    """The documented ones."""
     config = SpeculativeConfig("mtp")
     assert (config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min) == (3, 4, 2)
     assert config.max_num_seqs_speculative == 32

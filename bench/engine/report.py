@@ -51,9 +51,9 @@ def best_rows(cases: Sequence[Measured], acceptance: Mapping[str, Mapping[str, A
     """Each method at its fastest setting, against plain decode and transformers at theirs."""
     best: dict[tuple[int, str], Measured] = {}
     for m in cases:
-        slot = m.key.batch, m.key.method.label
-        if slot not in best or m.tokens_per_second > best[slot].tokens_per_second:
-            best[slot] = m
+        case = m.key.batch, m.key.method.label
+        if case not in best or m.tokens_per_second > best[case].tokens_per_second:
+            best[case] = m
 
     def over(m: Measured, other: str) -> float | None:
         reference = best.get((m.key.batch, other))

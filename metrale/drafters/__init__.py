@@ -1,1 +1,1 @@
-"""Drafters behind one protocol: propose, commit, release."""
+"""Drafters behind one protocol: propose, commit, restart, release."""

@@ -11,8 +11,8 @@ from metrale.errors import ConfigError
 from metrale.model.checkpoint import DTYPES, Checkpoint
 from metrale.model.config import ModelConfig
 from metrale.model.generation import GenerationDefaults
-from metrale.model.layout import MTP_PREFIX, Shapes, mtp_shapes, renamer, trunk_shapes
-from metrale.model.loader import resolve
+from metrale.model.layout import LM_HEAD, MTP_PREFIX, Shapes, mtp_shapes, renamer, trunk_shapes
+from metrale.model.loader import is_matrix, resolve, stored_dtype
 from metrale.state.pool import PAGE_SIZE
 
 FLOAT32_BYTES = 4
@@ -20,7 +20,7 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint in figures. Bytes are those of the `cpu` backend: weights as stored, all else in float32.
+    """A checkpoint in figures. Bytes are those of the `cpu` backend: matrices as it loads them, all else in float32.
 
     `state_bytes_per_sequence` and `kv_bytes_per_token` are what a running sequence holds, the MTP head's keys
     and values included; the totals are those of `max_num_seqs` sequences of `max_model_len` tokens.
@@ -82,7 +82,12 @@ def describe(
         head: Shapes = mtp_shapes(config, checkpoint.tensors) if has_mtp else {}
         checkpoint.check(trunk | head)
         tensors = checkpoint.tensors
-        weight_bytes = sum(prod(t.shape) * DTYPES[t.dtype].itemsize for t in tensors.values())
+        matrix_bytes = stored_dtype(checkpoint, trunk | head).itemsize
+        weight_bytes = sum(
+            prod(shape) * (matrix_bytes if is_matrix(name, shape) else FLOAT32_BYTES)
+            for name, shape in (trunk | head).items()
+            if not (config.tie_word_embeddings and name == LM_HEAD)
+        )
         dtypes = Counter(t.dtype for t in tensors.values())
     has_tokenizer = (directory / "tokenizer.json").is_file()
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None

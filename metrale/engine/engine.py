@@ -12,6 +12,7 @@ import torch
 from metrale.config import DEFAULT_KV_CACHE_BYTES, EngineConfig
 from metrale.core import Sequence, SequenceKey, StepPlan
 from metrale.drafters.base import Drafter
+from metrale.drafters.guard import GuardedDrafter
 from metrale.drafters.mtp import MtpDrafter
 from metrale.drafters.ngram_drafter import NgramDrafter
 from metrale.engine.backends import backend_ops
@@ -40,7 +41,8 @@ class Engine:
     Args:
         config: what to load and how to run it.
         drafter: makes the drafter from (model, pool, number of valid ids) instead of `config.speculative_config`'s method,
-            whose depth still holds; for tests and synthetic benchmarks.
+            whose depth still holds (without one the drafter follows and is never asked); for tests and synthetic
+            benchmarks.
 
     Raises ConfigError when the checkpoint or the configuration cannot be used.
     """
@@ -52,14 +54,15 @@ class Engine:
         ops = backend_ops(config.backend)
         dtype = ops.activation_dtypes[0] if config.dtype == "auto" else getattr(torch, config.dtype)
         with_mtp = spec is not None and spec.method == "mtp"
-        loaded = load_model(directory, ops, dtype=dtype, with_mtp=with_mtp, max_positions=None)
+        loaded = load_model(directory, ops, dtype=dtype, with_mtp=with_mtp)
         self.model = loaded.model
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_directory(directory)
         self.defaults = GenerationDefaults.from_directory(directory, loaded.model.config)
         self.vocab_size = loaded.model.config.vocab_size
         self.num_valid = min(self.vocab_size, self.tokenizer.num_ids) if self.tokenizer else self.vocab_size
         self.pool, self.max_model_len = _make_pool(config, loaded, dtype)
-        self.drafter = (drafter or _make_drafter(config))(loaded, self.pool, self.num_valid)
+        made = (drafter or _make_drafter(config))(loaded, self.pool, self.num_valid)
+        self.drafter = None if made is None else GuardedDrafter(made)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_num_batched_tokens,
@@ -77,6 +80,7 @@ class Engine:
             self.num_valid,
         )
         self._num_requests = 0
+        self._events: list[Event] = []  # not handed out yet
         self._warned: set[str] = set()
 
     @property
@@ -116,11 +120,9 @@ class Engine:
         if not prompt_ids:
             raise RequestError("the prompt is empty; give at least one token")
         for token_id in prompt_ids:
-            if (
-                not isinstance(token_id, int)
-                or isinstance(token_id, bool)
-                or not 0 <= token_id < self.num_valid
-            ):
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise RequestError(f"token ids must be integers, got {token_id!r}")
+            if not 0 <= token_id < self.num_valid:
                 raise RequestError(f"token id {token_id!r} is outside the vocabulary of {self.num_valid} ids")
         if len(prompt_ids) >= self.max_model_len:
             raise RequestError(
@@ -131,9 +133,9 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
         for token_id in params.stop_token_ids or ():
-            if token_id >= self.vocab_size:
+            if token_id >= self.num_valid:
                 raise RequestError(
-                    f"stop_token_ids: {token_id} is outside the vocabulary of {self.vocab_size} ids"
+                    f"stop_token_ids: {token_id} is outside the vocabulary of {self.num_valid} ids"
                 )
 
     def abort(self, request_id: int) -> list[Sequence]:
@@ -144,19 +146,21 @@ class Engine:
         """Admit, plan, run, commit, emit. Afterwards each scheduled sequence stands on committed rows only.
 
         A step that raises is run again without drafts, then sequence by sequence, so that a fault ends the
-        requests that cause it, with finish reason "error", and no others.
+        requests that cause it, with finish reason "error", and no others. Events that an interrupt held up come with
+        the next step's.
         """
         self.scheduler.admit()
         plan = self.scheduler.plan()
-        if not plan.groups:
-            return []
-        try:
-            return self._attempt(plan)
-        except Exception as error:
-            self._warn_once("a step failed and is run again without drafts", error)
-            return self._recover({group.key: group.start + group.num_known for group in plan.groups})
+        if plan.groups:
+            try:
+                self._attempt(plan)
+            except Exception as error:
+                self._warn_once("a step failed and is run again without drafts", error)
+                self._recover({group.key: group.start + group.num_known for group in plan.groups})
+        events, self._events = self._events, []
+        return events
 
-    def _attempt(self, plan: StepPlan, *, drafting: bool = True) -> list[Event]:
+    def _attempt(self, plan: StepPlan, *, drafting: bool = True) -> None:
         with torch.inference_mode():
             prepared = self._step.prepare(plan, self.scheduler.running, drafting=drafting)
             try:
@@ -165,25 +169,34 @@ class Engine:
                 # A chunk advances its state in place: where it stopped is not known.
                 self.scheduler.restart_prompts(group.key for group in plan.prompt)
                 raise
+        left = [verdict.key for verdict in outcome.verdicts]
+        try:
             self._step.commit(outcome)
-        return self.scheduler.apply(outcome.verdicts)
+            for event in self.scheduler.apply(outcome.verdicts):
+                self._events.append(event)
+                left.remove(event.sequence.key)
+        except BaseException as error:
+            # Host bookkeeping alone, which nothing but an interrupt stops; how far it got is not known.
+            for key in left:
+                if key in self.scheduler.running:
+                    self._events.append(self.scheduler.fail(key, f"stopped in mid-step by {error!r}"))
+            raise
 
-    def _recover(self, goals: Mapping[SequenceKey, int]) -> list[Event]:
+    def _recover(self, goals: Mapping[SequenceKey, int]) -> None:
         """Run sequences without drafts until each has passed the position where it stood; on a fault, each alone.
 
         A prompt that starts over comes back to its goal in here, or it could fail there for ever.
         """
-        events: list[Event] = []
         try:
             while behind := self._behind(goals):
-                events += self._attempt(self.scheduler.plan(only=behind, drafting=False), drafting=False)
+                self._attempt(self.scheduler.plan(only=behind, drafting=False), drafting=False)
         except Exception as error:
             behind = self._behind(goals)
             if len(behind) == 1:
-                return [*events, self.scheduler.fail(behind[0], f"{type(error).__name__}: {error}")]
+                self._events.append(self.scheduler.fail(behind[0], f"{type(error).__name__}: {error}"))
+                return
             for key in behind:
-                events += self._recover({key: goals[key]})
-        return events
+                self._recover({key: goals[key]})
 
     def _behind(self, goals: Mapping[SequenceKey, int]) -> list[SequenceKey]:
         running = self.scheduler.running
@@ -224,7 +237,10 @@ def _make_pool(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype) ->
     wanted = most if config.max_model_len is None else config.max_model_len
     if wanted > most:
         raise ConfigError(f"max_model_len {wanted} is above the checkpoint's max_position_embeddings {most}")
-    page_bytes = PAGE_SIZE * model.kv_bytes_per_token(itemsize=dtype.itemsize, with_mtp=has_head)
+    # Counted with the head where the checkpoint has one, in use or not: the longest sequence is part of the output.
+    page_bytes = PAGE_SIZE * model.kv_bytes_per_token(
+        itemsize=dtype.itemsize, with_mtp=loaded.has_mtp_tensors
+    )
     num_pages = (config.kv_cache_memory_bytes or DEFAULT_KV_CACHE_BYTES) // page_bytes
     pages_per_sequence = -(-wanted // PAGE_SIZE)
     if num_pages < pages_per_sequence:

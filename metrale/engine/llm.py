@@ -39,9 +39,10 @@ class LLM:
         model: "tiny" (the embedded checkpoint), a local directory, or a Hub repository id.
         speculative_config: how to draft, e.g. {"method": "mtp", "num_speculative_tokens": 3}; None is plain decode. The
             output is the same bits either way.
+        drafter: makes a drafter of your own in place of the method's, as `metrale.engine.engine.Engine` says.
         options: the other fields of `metrale.config.EngineConfig`.
 
-    Raises ConfigError, which names the field and the fix.
+    Raises ConfigError, which names the field and the fix. One thread at a time may call an LLM.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class LLM:
                     event.sequence.stop_reason if has_ended else None,
                     event.sequence.sample,
                     event.sequence.error if has_ended else None,
+                    None if params.logprobs is None else event.logprobs,
                 )
 
     @contextmanager
@@ -154,7 +156,12 @@ class LLM:
         defaults = self.engine.defaults
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(defaults, name) for name in names}
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        try:
+            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        except RequestError as error:
+            raise RequestError(
+                f"the checkpoint's generation_config.json: {error}; give SamplingParams"
+            ) from error
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
@@ -163,6 +170,12 @@ class LLM:
         many = _as_list(prompts)
         if params is None:
             params = self.default_params()
+        if not isinstance(params, SamplingParams) and (
+            not isinstance(params, Seq) or isinstance(params, str)
+        ):
+            raise RequestError(
+                f"params must be SamplingParams, or a list of them, one for each prompt, got {type(params).__name__}"
+            )
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise RequestError(

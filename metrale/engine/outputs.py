@@ -46,7 +46,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What is new since the last chunk of a stream; `finish_reason` is None until the last one."""
+    """What is new since the last chunk of a stream.
+
+    `text` may lag behind `token_ids`, by a character that is not whole or the beginning of a stop string. `logprobs`
+    holds one entry a token, None unless asked for. `finish_reason` is None until a sample's last chunk, `stop_reason` and
+    `error` come with it (see `CompletionOutput`). `index` is the sample's.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -54,3 +59,4 @@ class StreamChunk:
     stop_reason: int | str | None = None
     index: int = 0
     error: str | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None

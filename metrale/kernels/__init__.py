@@ -1,1 +1,1 @@
-"""Operator tables and, one operator a file, the kernels behind them."""
+"""What every backend shares: the table of operators, and the row groups that operators take."""

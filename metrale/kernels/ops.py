@@ -11,10 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ops:
-    """One backend's operators. `metrale/reference/<name>.py` is the definition of each.
+    """One backend's operators. The function of the same name in `metrale.reference` is the definition of each.
 
     `name` is the backend's public name. `activation_dtypes` lists the activation dtypes that the operators
-    compute in, the default first. A row's bits never depend on which rows stand beside it.
+    compute in, the default first. `keeps_weight_dtype` says whether the big matrices stay in the dtype in which they are
+    stored, instead of the activation dtype. A row's bits never depend on which rows stand beside it.
     """
 
     name: str

@@ -37,7 +37,6 @@ class HybridModel:
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.max_positions = max_positions
         self.activation_dtype = ops.activation_dtypes[0] if activation_dtype is None else activation_dtype
         self.device = weights.embed.device
         self.rotary = rotary_tables(config, max_positions, self.device)

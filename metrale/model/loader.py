@@ -23,10 +23,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class LoadedModel(NamedTuple):
-    """A target and its MTP head, None where the head was not asked for."""
+    """A target and its MTP head, None where the head was not asked for; `has_mtp_tensors` whether it could have been."""
 
     model: HybridModel
     head: MtpHead | None
+    has_mtp_tensors: bool
 
 
 def resolve(model: str) -> Path:
@@ -104,14 +105,14 @@ def load_model(
         trunk, head = _expected_shapes(config, checkpoint, with_mtp)
         checkpoint.check(trunk | head)
         if weight_dtype is None:
-            weight_dtype = _stored_dtype(checkpoint, trunk | head) if ops.keeps_weight_dtype else dtype
+            weight_dtype = stored_dtype(checkpoint, trunk | head) if ops.keeps_weight_dtype else dtype
         reader = WeightReader(checkpoint, config, weight_dtype, torch.device(device))
         model = HybridModel(config, reader.trunk(), ops, max_positions, dtype)
         mtp = MtpHead(config, reader.mtp(), model) if with_mtp else None
         unread = [name for name in checkpoint.untaken if with_mtp or name not in head]
         if unread:
             raise AssertionError(f"tensors expected but never read: {unread}")
-    return LoadedModel(model, mtp)
+    return LoadedModel(model, mtp, has_mtp_tensors=bool(head))
 
 
 def _expected_shapes(config: ModelConfig, checkpoint: Checkpoint, with_mtp: bool) -> tuple[Shapes, Shapes]:
@@ -135,12 +136,19 @@ def _activation_dtype(ops: Ops, dtype: torch.dtype | None) -> torch.dtype:
         return ops.activation_dtypes[0]
     if dtype not in ops.activation_dtypes:
         asked, *known = (str(d).removeprefix("torch.") for d in (dtype, *ops.activation_dtypes))
-        raise ConfigError(f"dtype {asked}: the {ops.name} backend computes activations in {', '.join(known)}")
+        raise ConfigError(
+            f"dtype {asked}: the {ops.name} backend computes activations in {', '.join(known)}; "
+            "use one of these, or another backend"
+        )
     return dtype
 
 
-def _stored_dtype(checkpoint: Checkpoint, shapes: Shapes) -> torch.dtype:
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is one of the big matrices, which alone may be kept in bfloat16."""
+    return len(shape) > 1 and not name.endswith("conv1d.weight")
+
+
+def stored_dtype(checkpoint: Checkpoint, shapes: Shapes) -> torch.dtype:
     """bfloat16 where every matrix is stored so, float32 (which holds all three dtypes exactly) elsewhere."""
-    names = [name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("conv1d.weight")]
-    dtypes = {checkpoint.dtype(name) for name in names}
+    dtypes = {checkpoint.dtype(name) for name, shape in shapes.items() if is_matrix(name, shape)}
     return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32

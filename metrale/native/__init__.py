@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def is_available() -> bool:
-    """Whether this machine can compile the kernels: a C compiler is found and pointers have 64 bits."""
+    """Whether this machine can compile the kernels: a C compiler, 64-bit pointers, little-endian words."""
     from metrale.native.build import is_available
 
     return is_available()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metrale.kernels.groups import Groups
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, group_words, refuse, refuse_tensors
+from metrale.native.checks import describe, group_words, new_rows, refuse, refuse_tensors
 
 _kernel = Kernel("attention", "q" * 17)
 
@@ -30,6 +30,19 @@ def attention_verify(
     Requires: contiguous tensors; pages of every position up to a group's last row.
     Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax.
     """
+    return _attend("attention_verify", q, projected, k_cache, v_cache, groups)
+
+
+def attention_prefill(
+    q: Tensor, projected: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups
+) -> Tensor:
+    """`attention_verify` for prompt rows: the same contract and, on this backend, the same arithmetic."""
+    return _attend("attention_prefill", q, projected, k_cache, v_cache, groups)
+
+
+def _attend(
+    operator: str, q: Tensor, projected: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups
+) -> Tensor:
     num_rows, num_heads, dim = q.shape
     num_pages, page_size, num_kv_heads, key_dim = k_cache.shape
     width = 2 * dim * (num_heads + num_kv_heads)
@@ -42,13 +55,13 @@ def attention_verify(
         or not (q.is_contiguous() and projected.is_contiguous())
         or not (k_cache.is_contiguous() and v_cache.is_contiguous())
     ):
-        raise refuse_tensors("attention", q=q, projected=projected, k_cache=k_cache, v_cache=v_cache)
-    count, slots, starts, cu_rows, _ = group_words("attention", groups, num_rows)
+        raise refuse_tensors(operator, q=q, projected=projected, k_cache=k_cache, v_cache=v_cache)
+    count, slots, starts, cu_rows, _ = group_words(operator, groups, num_rows)
     pages = groups.page_table
     num_tables, max_pages = pages.shape
     if num_tables != count or pages.dtype is not torch.int32 or not pages.is_contiguous():
-        raise refuse("attention", "groups.page_table", f"contiguous int32 [{count}, pages]", describe(pages))
-    out = torch.empty(num_rows, num_heads * dim)
+        raise refuse(operator, "groups.page_table", f"contiguous int32 [{count}, pages]", describe(pages))
+    out = new_rows(num_rows, num_heads * dim)
     arguments = _kernel.pack(
         q.data_ptr(),
         projected.data_ptr(),
@@ -69,12 +82,5 @@ def attention_verify(
         out.data_ptr(),
     )
     if status := _kernel.run(arguments):
-        raise _kernel.fail(status)
+        raise _kernel.fail(status, operator)
     return out
-
-
-def attention_prefill(
-    q: Tensor, projected: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups
-) -> Tensor:
-    """`attention_verify` for prompt rows: the same contract and, on this backend, the same arithmetic."""
-    return attention_verify(q, projected, k_cache, v_cache, groups)

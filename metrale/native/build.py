@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import struct
 import subprocess
@@ -33,22 +34,25 @@ MACHINE_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 """The first that the compiler takes: the kernels are built for this very processor."""
 LIBRARIES = ("-lm",)
 HINT = "choose backend='torch', or install a C compiler (gcc or clang) or name one in CC"
+NO_MEMORY = -1
 FAILURES = {
+    NO_MEMORY: "no memory for scratch",
     -2: "groups: a slot is out of range",
     -3: "groups: pending and new rows do not fit the ring",
-    -4: "groups or kv_index: a page is missing or out of range",
+    -4: "page table or kv_index: a page is missing or out of range",
     -5: "positions: a position is outside the rotary table",
     -6: "groups: a prompt group starts off the 64-row grid or with rows pending",
+    -7: "groups: a start is below 0",
 }
-"""What the kernels refuse before they write anything, by status (`src/vec.h`)."""
+"""What the kernels say before they write anything, by status (`src/vec.h`)."""
 
 
 def find_compiler() -> list[str] | None:
     """The command of the C compiler: CC, else the first of cc, gcc and clang on the path; None without any."""
     asked = c_compiler()
     if asked is not None:
-        command = asked.split()
-        return command if shutil.which(command[0]) else None
+        command = shlex.split(asked)
+        return command if command and shutil.which(command[0]) else None
     return next(([name] for name in COMPILERS if shutil.which(name)), None)
 
 
@@ -163,8 +167,7 @@ class Kernel:
         entry.argtypes, entry.restype = [ctypes.c_char_p], ctypes.c_int
         return entry
 
-    def fail(self, status: int) -> Exception:
-        """The exception for a status that is not zero."""
-        if status in FAILURES:
-            return ValueError(f"{self.name}: {FAILURES[status]}")
-        return MemoryError(f"{self.name}: no memory for scratch")
+    def fail(self, status: int, operator: str | None = None) -> Exception:
+        """The exception for a status that is not zero, in the name of `operator` where the kernel has another."""
+        kind = MemoryError if status == NO_MEMORY else ValueError
+        return kind(f"{operator or self.name}: {FAILURES.get(status, f'unknown status {status}')}")

@@ -10,6 +10,11 @@ from torch import Tensor
 from metrale.kernels.groups import Groups
 
 
+def new_rows(*size: int) -> Tensor:
+    """An output that C code will fill: float32 in the CPU's memory, whatever torch's defaults are."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
+
+
 def refuse(operator: str, argument: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{operator}: {argument}: expected {expected}, got {got}")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metrale.kernels.groups import Groups
 from metrale.native.build import Kernel
-from metrale.native.checks import group_words, refuse, refuse_tensors
+from metrale.native.checks import group_words, new_rows, refuse, refuse_tensors
 
 MOST_TAPS = 8
 
@@ -47,7 +47,16 @@ def conv_verify(
     Source: Yang et al. 2024, Gated Delta Networks; layout of the published checkpoints.
     """
     q, _, v, _, beta = _convolve(
-        "conv_verify", projected, conv_weight, neg_exp_a, dt_bias, ring_x, ring_k, ring_g, groups, False
+        "conv_verify",
+        projected,
+        conv_weight,
+        neg_exp_a,
+        dt_bias,
+        ring_x,
+        ring_k,
+        ring_g,
+        groups,
+        is_prompt=False,
     )
     return q, v, beta
 
@@ -68,7 +77,16 @@ def conv_prefill(
     instead of the rings. `ring_k` and `ring_g` give shapes only. `ring_x` receives the chunk's last rows, at most Wc.
     """
     return _convolve(
-        "conv_prefill", projected, conv_weight, neg_exp_a, dt_bias, ring_x, ring_k, ring_g, groups, True
+        "conv_prefill",
+        projected,
+        conv_weight,
+        neg_exp_a,
+        dt_bias,
+        ring_x,
+        ring_k,
+        ring_g,
+        groups,
+        is_prompt=True,
     )
 
 
@@ -82,6 +100,7 @@ def _convolve(
     ring_k: Tensor,
     ring_g: Tensor,
     groups: Groups,
+    *,
     is_prompt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_rows, width = projected.shape
@@ -116,10 +135,10 @@ def _convolve(
     if not 1 <= num_taps <= MOST_TAPS:
         raise refuse(operator, "conv_weight", f"1 to {MOST_TAPS} taps", num_taps)
     count, slots, starts, cu_rows, _ = group_words(operator, groups, num_rows)
-    q = torch.empty(num_rows, key_heads, key_dim)
-    v = torch.empty(num_rows, value_heads, value_width // value_heads)
-    beta = torch.empty(num_rows, value_heads)
-    k, g = (torch.empty_like(q), torch.empty_like(beta)) if is_prompt else (q, beta)
+    q = new_rows(num_rows, key_heads, key_dim)
+    v = new_rows(num_rows, value_heads, value_width // value_heads)
+    beta = new_rows(num_rows, value_heads)
+    k, g = (new_rows(*q.shape), new_rows(*beta.shape)) if is_prompt else (q, beta)
     arguments = _kernel.pack(
         projected.data_ptr(),
         width,
@@ -148,5 +167,5 @@ def _convolve(
         beta.data_ptr(),
     )
     if status := _kernel.run(arguments):
-        raise _kernel.fail(status)
+        raise _kernel.fail(status, operator)
     return q, k, v, g, beta

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metrale.kernels.groups import Groups
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, group_words, refuse, refuse_tensors
+from metrale.native.checks import describe, group_words, new_rows, refuse, refuse_tensors
 
 MOST_KEY_DIM = 256
 
@@ -70,7 +70,7 @@ def gdn_verify(
     if key_dim > MOST_KEY_DIM:
         raise refuse("gdn_verify", "ring_k", f"a key dimension of at most {MOST_KEY_DIM}", key_dim)
     count, slots, starts, cu_rows, _ = group_words("gdn_verify", groups, num_rows)
-    out = torch.empty(num_rows, value_heads, value_dim)
+    out = new_rows(num_rows, value_heads, value_dim)
     arguments = _verify.pack(
         q.data_ptr(),
         v.data_ptr(),
@@ -144,7 +144,7 @@ def gdn_chunk(
         raise refuse_tensors("gdn_chunk", q=q, k=k, v=v, g=g, beta=beta, ssm=ssm)
     _check_folds("gdn_chunk", num_folded, num_slots, value_heads)
     count, slots, starts, cu_rows, _ = group_words("gdn_chunk", groups, num_rows)
-    out = torch.empty(num_rows, value_heads, value_dim)
+    out = new_rows(num_rows, value_heads, value_dim)
     arguments = _chunk.pack(
         q.data_ptr(),
         k.data_ptr(),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, refuse
+from metrale.native.checks import describe, new_rows, refuse
 
 _kernel = Kernel("linear", "q" * 9 + "d" + "q" * 4)
 
@@ -25,7 +25,7 @@ def linear(
     | tensor | shape | dtype | dir | meaning |
     | --- | --- | --- | --- | --- |
     | x | [T, K] | float32 | in | rows; the row stride may exceed K |
-    | weight | [N, K] | float32, bfloat16 | in | read once a call, widened on the way; with `silu_mul` [2 I, K]: gate, up |
+    | weight | [N, K] | float32, bfloat16 | in | read once for every 24 to 96 rows, widened on the way; with `silu_mul` [2 I, K]: gate, up |
     | residual | [T, N] | float32 | in | added to the product |
     | norm | [K] or [G, K / G] | float32 | in | RMSNorm scales, one norm for each of a row's G parts, with `eps` |
     | result | [T, N] or [T, I] | float32 | out | |
@@ -39,8 +39,8 @@ def linear(
     num_rows, inner = x.shape
     num_outputs, weight_inner = weight.shape
     row_stride, step = x.stride()
-    if inner != weight_inner:
-        raise refuse("linear", "x", f"{weight_inner} columns as the weight has", inner)
+    if inner != weight_inner or not inner:
+        raise refuse("linear", "x", f"{max(weight_inner, 1)} columns as the weight has", inner)
     if x.dtype is not torch.float32 or (step != 1 and inner != 1):
         raise refuse("linear", "x", "float32 with contiguous rows", describe(x))
     is_bf16 = weight.dtype is torch.bfloat16
@@ -66,7 +66,7 @@ def linear(
         if norm.dtype is not torch.float32 or norm.numel() != inner or not norm.is_contiguous():
             raise refuse("linear", "norm", f"contiguous float32, {inner} scales", describe(norm))
         scales = norm.data_ptr()
-    out = torch.empty(num_rows, width)
+    out = new_rows(num_rows, width)
     arguments = _kernel.pack(
         x.data_ptr(),
         row_stride,

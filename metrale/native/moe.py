@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, refuse
+from metrale.native.checks import describe, new_rows, refuse
 
 _kernel = Kernel("moe", "q" * 18)
 
@@ -65,7 +65,7 @@ def moe(
             raise refuse("moe", name, f"contiguous float32 {tuple(x.shape)}", describe(rows))
     if not 1 <= top_k <= num_experts:
         raise refuse("moe", "top_k", f"1 to {num_experts}", top_k)
-    out = torch.empty(num_rows, dim)
+    out = new_rows(num_rows, dim)
     arguments = _kernel.pack(
         x.data_ptr(),
         num_rows,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, refuse, refuse_tensors
+from metrale.native.checks import describe, new_rows, refuse, refuse_tensors
 
 _rms_norm = Kernel("rms_norm", "qqqqdq")
 _gated_rms_norm = Kernel("gated_rms_norm", "qqqqqqqdq")
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
         or not (x.is_contiguous() and scale.is_contiguous())
     ):
         raise refuse_tensors("rms_norm", x=x, scale=scale)
-    out = torch.empty(num_rows, width)
+    out = new_rows(num_rows, width)
     arguments = _rms_norm.pack(x.data_ptr(), scale.data_ptr(), num_rows, width, eps, out.data_ptr())
     if status := _rms_norm.run(arguments):
         raise _rms_norm.fail(status)
@@ -68,7 +68,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         raise refuse(
             "gated_rms_norm", "gate", f"float32 {tuple(x.shape)}, contiguous in a row", describe(gate)
         )
-    out = torch.empty(num_rows, num_heads, dim)
+    out = new_rows(num_rows, num_heads, dim)
     arguments = _gated_rms_norm.pack(
         x.data_ptr(),
         gate.data_ptr(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, refuse
+from metrale.native.checks import describe, new_rows, refuse
 
 WORD = 0xFFFFFFFF
 SEED_WORD = 0xFFFFFFFFFFFFFFFF
@@ -35,7 +35,7 @@ def masked_argmax(logits: Tensor, num_valid: int) -> Tensor:
         raise refuse("masked_argmax", "num_valid", f"1 to {width}", num_valid)
     if logits.dtype is not torch.float32 or (step != 1 and width != 1):
         raise refuse("masked_argmax", "logits", "float32 with contiguous rows", describe(logits))
-    out = torch.empty(num_rows, dtype=torch.int64)
+    out = torch.empty(num_rows, dtype=torch.int64, device="cpu")
     arguments = _masked_argmax.pack(logits.data_ptr(), num_rows, row_stride, num_valid, out.data_ptr())
     if status := _masked_argmax.run(arguments):
         raise _masked_argmax.fail(status)
@@ -60,7 +60,7 @@ def gumbel(seeds: Sequence[tuple[int, int, int]], num_ids: int, device: torch.de
     streams = array("Q")
     for seed, sample, position in seeds:
         streams.extend((seed & SEED_WORD, sample & WORD, position & WORD))
-    out = torch.empty(len(seeds), num_ids)
+    out = new_rows(len(seeds), num_ids)
     if status := _gumbel.run(_gumbel.pack(streams.buffer_info()[0], len(seeds), num_ids, out.data_ptr())):
         raise _gumbel.fail(status)
     return out

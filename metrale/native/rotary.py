@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metrale.native.build import Kernel
-from metrale.native.checks import describe, refuse, refuse_tensors
+from metrale.native.checks import describe, new_rows, refuse, refuse_tensors
 
 _kernel = Kernel("rotary_store", "q" * 16 + "dq")
 
@@ -71,7 +71,7 @@ def rotary_store(
             raise refuse(
                 "rotary_store", "positions and kv_index", f"contiguous int64 [{num_rows}]", describe(index)
             )
-    q = torch.empty(num_rows, num_heads, dim)
+    q = new_rows(num_rows, num_heads, dim)
     arguments = _kernel.pack(
         projected.data_ptr(),
         num_rows,

@@ -125,9 +125,8 @@ def _attend_tile(q: Tensor, keys: Tensor, values: Tensor, position: int, tile: i
         .permute(1, 2, 0, 3)
         .reshape(num_kv_heads, ratio * tile, dim)
     )
-    last = torch.arange(position, position + tile, device=q.device).repeat(ratio)[
-        :, None
-    ]  # [ratio * tile, 1]
+    # [ratio * tile, 1]
+    last = torch.arange(position, position + tile, device=q.device).repeat(ratio)[:, None]
     highest = query.new_full((num_kv_heads, ratio * tile, 1), -torch.inf)
     total = torch.zeros_like(highest)
     acc = torch.zeros_like(query)
@@ -137,9 +136,8 @@ def _attend_tile(q: Tensor, keys: Tensor, values: Tensor, position: int, tile: i
         scores = scores.masked_fill(at > last, -torch.inf)
         shared = values[block]
         if tile == 1 and position < (block + 1) * KEY_BLOCK:
-            shared = shared.masked_fill(
-                (at > position)[:, None], 0.0
-            )  # a later row's NaN must not reach this one
+            # a later row's NaN must not reach this one
+            shared = shared.masked_fill((at > position)[:, None], 0.0)
         new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
         old, weights = torch.exp(highest - new_highest), torch.exp(scores - new_highest)
         total = total * old + weights.sum(-1, keepdim=True)

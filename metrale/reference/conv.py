@@ -40,13 +40,17 @@ def conv_verify(
     Positions below 0 count as zero rows and are never loaded. Logical state is untouched: rows at and past `start`
     are draft rows until they are committed.
 
-    Requires: Wc >= W - 1 + rows of the largest group, and as much of Wr for its own bound (`state.pool` states both).
+    Requires: Wc >= W - 1 + rows of the largest group, Wr >= those rows.
     Source: Yang et al. 2024, Gated Delta Networks; layout of the published checkpoints.
     """
     num_channels = ring_x.shape[2]
     _check("conv_verify", projected, num_channels, conv_weight, neg_exp_a)
     mixed = []
     for group in groups.host:
+        if group.num_rows + conv_weight.shape[1] - 1 > ring_x.shape[1] or group.num_rows > ring_k.shape[1]:
+            raise ValueError(
+                f"conv_verify: groups: {group.num_rows} rows do not fit rings of {ring_x.shape[1]} and {ring_k.shape[1]}"
+            )
         rows = projected[group.first_row : group.first_row + group.num_rows, :num_channels]
         mixed.append(_convolve(rows, conv_weight, ring_x, group))
         positions = torch.arange(group.start, group.start + group.num_rows)

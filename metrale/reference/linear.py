@@ -36,10 +36,14 @@ def linear(
     The first `num_generated` rows run in tiles of GENERATED_TILE rows, the others in tiles of PROMPT_TILE, zero-padded:
     a library GEMM picks its algorithm by the row count, so one fixed height a class is what keeps a row's bits its own.
 
-    Requires: `x.shape[1] == weight.shape[1]`.
+    Requires: `x.shape[1] == weight.shape[1]`; no residual with `silu_mul`.
     """
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear: x has {x.shape[1]} columns, weight expects {weight.shape[1]}")
+    if silu_mul and (residual is not None or weight.shape[0] % 2):
+        raise ValueError(
+            f"linear: silu_mul: expected an even number of outputs and no residual, got {weight.shape[0]}"
+        )
     if norm is not None:
         x = rms_norm(x.unflatten(-1, norm.shape), norm, eps).reshape(x.shape)
     bounds = [(t, min(t + GENERATED_TILE, num_generated)) for t in range(0, num_generated, GENERATED_TILE)]

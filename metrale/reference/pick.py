@@ -47,7 +47,7 @@ def gumbel(seeds: Sequence[tuple[int, int, int]], num_ids: int, device: torch.de
         words = _philox(blocks, position & WORD, sample & WORD, seed & WORD, (seed >> 32) & WORD)
         rows.append(torch.stack(words, dim=-1).reshape(-1)[:num_ids])
     if not rows:
-        return torch.empty(0, num_ids, device=device)
+        return torch.empty(0, num_ids, dtype=torch.float32, device=device)
     u = ((torch.stack(rows).to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-u))
 

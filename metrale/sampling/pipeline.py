@@ -32,7 +32,7 @@ class PickRow(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """`token_id` is -1 where a row offers no valid pick; `logprobs` is None unless asked for, and then."""
+    """`token_id` is -1 where a row offers no valid pick; `logprobs` is None there, and where nobody asked for them."""
 
     token_id: int
     logprobs: dict[int, Logprob] | None
@@ -68,7 +68,7 @@ def choose(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int) ->
     A drafter chooses with the target's noise at the same positions, so as to agree with it often.
     """
     if logits.shape[0] != len(rows):
-        raise ValueError(f"pick: logits have {logits.shape[0]} rows, expected {len(rows)}")
+        raise ValueError(f"choose: logits have {logits.shape[0]} rows, expected {len(rows)}")
     sampled = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
     if not sampled:
         return _argmax(logits, ops, num_valid)
@@ -89,7 +89,9 @@ def _argmax(scores: Tensor, ops: Ops, num_valid: int) -> list[int]:
 def _noisy_scores(logits: Tensor, rows: Sequence[PickRow], ops: Ops, num_valid: int) -> Tensor:
     """Processed logits plus noise, [M, num_valid] float32, of rows that all sample."""
     # a tensor, since division by a Python number may become a product with the reciprocal
-    temperatures = torch.tensor([[row.params.temperature] for row in rows], device=logits.device)  # [M, 1]
+    temperatures = torch.tensor(
+        [[row.params.temperature] for row in rows], dtype=torch.float32, device=logits.device
+    )  # [M, 1]
     scaled = logits[:, :num_valid] / temperatures
     for index, (params, *_) in enumerate(rows):
         if params.top_k or params.top_p < 1.0 or params.min_p:

@@ -28,19 +28,20 @@ def plan_step(views: Sequence[SequenceView], depth: DepthPolicy, max_rows: int) 
             num_rows = min(PROMPT_UNIT, view.prompt_len - view.num_committed)
         if not num_rows:
             break
-        prompt.append(GroupPlan(view.key, view.slot, view.num_committed, num_rows, 0, is_prompt=True))
+        prompt.append(
+            GroupPlan(view.key, view.slot, view.num_committed, num_rows, num_drafts=0, is_prompt=True)
+        )
         left -= num_rows
     generated: list[GroupPlan] = []
     for view in sorted(anchors, key=lambda v: v.slot):
         num_drafts = max(0, min(depth(view), left))
-        generated.append(GroupPlan(view.key, view.slot, view.num_committed, 1, num_drafts, is_prompt=False))
+        generated.append(
+            GroupPlan(
+                view.key, view.slot, view.num_committed, num_known=1, num_drafts=num_drafts, is_prompt=False
+            )
+        )
         left -= num_drafts
     return StepPlan(tuple(generated), tuple(sorted(prompt, key=lambda g: g.slot)))
-
-
-def without_drafts(plan: StepPlan) -> StepPlan:
-    """The same step with its known rows alone."""
-    return plan._replace(generated=tuple(g._replace(num_drafts=0) for g in plan.generated))
 
 
 def _chunk_rows(view: SequenceView, left: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from metrale.core import Sequence, SequenceKey, StepPlan, Verdict
 from metrale.drafters.base import Drafter
@@ -27,6 +27,7 @@ class Event(NamedTuple):
 
     sequence: Sequence
     token_ids: tuple[int, ...]
+    logprobs: tuple[Any, ...]
     new_text: str
     finish_reason: str | None
 
@@ -82,9 +83,8 @@ class Scheduler:
             config.max_num_batched_tokens,
         )
 
-    def apply(self, verdicts: Iterable[Verdict]) -> list[Event]:
-        """Append, count, emit; a finished sequence leaves its slot and pages."""
-        events = []
+    def apply(self, verdicts: Iterable[Verdict]) -> Iterator[Event]:
+        """Append, count, emit, verdict by verdict; a finished sequence leaves its slot and pages."""
         self._num_steps += 1
         for verdict in verdicts:
             sequence = self.running[verdict.key]
@@ -101,8 +101,9 @@ class Scheduler:
             if verdict.finish_reason is not None:
                 self.finish(sequence, verdict.finish_reason, verdict.stop_reason)
             if verdict.token_ids or verdict.finish_reason:
-                events.append(Event(sequence, verdict.token_ids, verdict.new_text, verdict.finish_reason))
-        return events
+                yield Event(
+                    sequence, verdict.token_ids, verdict.logprobs, verdict.new_text, verdict.finish_reason
+                )
 
     def restart_prompts(self, keys: Iterable[SequenceKey]) -> None:
         """Send sequences whose prompt chunk was interrupted back to position 0: the chunk advanced their state in place."""
@@ -120,7 +121,7 @@ class Scheduler:
         sequence.error = error
         new_text = _flush(sequence)
         self.finish(sequence, "error")
-        return Event(sequence, (), new_text, "error")
+        return Event(sequence, (), (), new_text, "error")
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, running or waiting, and free what it holds."""
@@ -128,10 +129,10 @@ class Scheduler:
         if self.running.pop(sequence.key, None) is None:
             self._waiting.remove(sequence)
             return
-        if self._drafter is not None:
-            self._drafter.release(sequence.key)
         self._pool.release(sequence.slot, sequence.pages)
         sequence.slot, sequence.pages = -1, []
+        if self._drafter is not None:
+            self._drafter.release(sequence.key)
 
     def abort(self, request_id: int) -> list[Sequence]:
         """End every sample of a request with "abort"."""

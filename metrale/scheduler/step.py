@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
@@ -18,8 +17,6 @@ from metrale.sampling.pipeline import Pick, PickRow
 from metrale.scheduler.accept import accept
 from metrale.scheduler.finish import FinishView, scan
 from metrale.state.pool import Pool
-
-logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -102,8 +99,7 @@ class Step:
         return Outcome(verdicts, committed, hidden)
 
     def commit(self, outcome: Outcome) -> None:
-        """The only advance: the verdicts' rows become part of their sequences. A drafter that raises here forgets these
-        sequences and the rows stand all the same."""
+        """The only advance: the verdicts' rows become part of their sequences."""
         for rows in outcome.committed:
             self._pool.commit(rows.sequence.slot, rows.num_rows)
             rows.sequence.num_committed += rows.num_rows
@@ -111,12 +107,7 @@ class Step:
             return
         going_on = zip(outcome.committed, outcome.verdicts, strict=True)
         live = [rows for rows, verdict in going_on if verdict.finish_reason is None]
-        try:
-            self._drafter.commit(live, outcome.hidden if self._drafter.needs_hidden else None)
-        except Exception:
-            logger.warning("the drafter failed to follow a step", exc_info=True)
-            for rows in live:
-                self._drafter.release(rows.sequence.key)
+        self._drafter.commit(live, outcome.hidden if self._drafter.needs_hidden else None)
 
     def _reserve(self, plan: StepPlan, sequences: Mapping[SequenceKey, Sequence]) -> None:
         """Raise CapacityError before any device work where a group passes its ring or its pages."""
@@ -171,7 +162,7 @@ def _verdict(group: RowGroup, picks: Seq[Pick]) -> Verdict:
     """Accept, then cut at the earliest end."""
     key, num_rows = group.plan.key, len(group.token_ids)
     if not picks:  # the chunk ends inside the prompt
-        return Verdict(key, num_rows, (), (), 0, 0, 0, None, None, "", group.sequence.text)
+        return Verdict(key=key, num_rows=num_rows, text=group.sequence.text)
     num_accepted = accept(group.draft, [pick.token_id for pick in picks])
     emitted = picks[: num_accepted + 1]
     sequence = group.sequence

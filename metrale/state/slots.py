@@ -59,8 +59,9 @@ class PageAllocator:
         return pages
 
     def release(self, pages: list[int]) -> None:
+        """Give pages back, all or none. Raises CapacityError for a page that is not in use."""
         for page in pages:
             if page not in self._used:
                 raise CapacityError(f"page {page} is not in use")
-            self._used.remove(page)
-            self._free.append(page)
+        self._used.difference_update(pages)
+        self._free.extend(pages)

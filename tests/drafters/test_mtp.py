@@ -1,9 +1,8 @@
-"""The MTP drafter's alignment (P29): one row a committed position, made of what the trunk said, whatever was rejected."""
+"""The MTP drafter's alignment: one row a committed position, made of what the trunk said, whatever was rejected."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,6 @@ VOCAB_SIZE = 101
 DEPTH = 4
 NUM_POSITIONS = 160
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +260,7 @@ def test_a_released_sequence_leaves_nothing(loaded: LoadedModel) -> None:
 def test_a_row_that_is_no_number_ends_the_chain(
     num_sound: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P12: NaN or nothing but -inf at chain row 1 makes the draft one token long, and harms no neighbour."""
+    """NaN or nothing but -inf at chain row 1 makes the draft one token long, and harms no neighbour."""
     for bad in (torch.nan, -torch.inf):
         driver = Driver(loaded)
         first, second = (driver.add(tokens(n, seed=n)) for n in (9, 12))

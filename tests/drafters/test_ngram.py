@@ -1,4 +1,4 @@
-"""NgramIndex against a search of the whole history, and its cost (P23, P24)."""
+"""NgramIndex against a search of the whole history, and its cost."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def committed_state(engine: Engine, sequence: Sequence) -> Mapping[str, Tensor]:
 
 def _drafter_state(engine: Engine, sequence: Sequence, rows: Tensor, num_trunk: int) -> Mapping[str, Tensor]:
     """The head's cache rows, up to the last row whose next token the drafter was told of."""
-    root = getattr(engine.drafter, "_roots", {}).get(sequence.key)
+    root = getattr(engine.drafter and engine.drafter.inner, "_roots", {}).get(sequence.key)
     if root is None:
         return {}
     known = rows[: root.position + 1]

@@ -166,9 +166,10 @@ def make_engine(
     )
     options = {"max_model_len": 256, "max_num_seqs": 4, "skip_tokenizer_init": True} | options
     config = EngineConfig("scripted", spec, backend="torch", **options)
+    loaded = LoadedModel(target, head, has_mtp_tensors=head is not None)  # type: ignore[arg-type]
     with (
         mock.patch.object(engine_module, "resolve", return_value=directory),
-        mock.patch.object(engine_module, "load_model", return_value=LoadedModel(target, head)),  # type: ignore[arg-type]
+        mock.patch.object(engine_module, "load_model", return_value=loaded),
     ):
         engine = Engine(config, drafter)
     if poisoned:

@@ -1,4 +1,4 @@
-"""The engine: seeds (P22), slots and aborts (P05, P06, P08), capacity (P26), and patterns on a real hybrid (P01)."""
+"""The engine: seeds, slots and aborts, capacity, and patterns on a real hybrid."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from metrale import LLM
 from metrale.config import EngineConfig, SpeculativeConfig
 from metrale.core import Sequence
 from metrale.engine.engine import Engine
 from metrale.errors import ConfigError, RequestError
 from metrale.sampling.params import SamplingParams
+from tests.compiler import needs_compiler
 from tests.engine.schedules import poison
 from tests.engine.scripted import (
     VOCAB_SIZE,
@@ -44,7 +46,7 @@ def tokens(sequences: Seq[Sequence]) -> list[list[int]]:
 
 
 def test_a_seeded_request_draws_the_same_in_any_company() -> None:
-    """P22: alone, with others, in another order, seeded and unseeded, with drafts right and wrong."""
+    """Alone, with others, in another order, seeded and unseeded, with drafts right and wrong."""
     mine = ((6, 7), sampled(42))
     alone = tokens(run(make_engine(Target()), [mine]))[0]
     others: list[tuple[Seq[int], SamplingParams]] = [
@@ -116,7 +118,7 @@ def test_samples_of_a_request_differ_and_are_reproducible() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 def test_abort_between_steps(victim: int, num_steps: int) -> None:
-    """P08: the others are not touched, the slot serves the next one at once, nothing of the old owner comes back."""
+    """The others are not touched, the slot serves the next one at once, nothing of the old owner comes back."""
     requests = [(prompt, greedy(max_tokens=14)) for prompt in PROMPTS]
     expected = tokens(run(make_engine(Target()), requests))
     target = Target()
@@ -163,7 +165,7 @@ def some_requests(num: int, seed: int = 0) -> list[tuple[list[int], SamplingPara
 
 
 def test_a_slot_s_tenth_owner_is_served_like_the_first(random_model: Path) -> None:
-    """P05, P06: on a fresh engine full of NaN and after nine others whose state was poisoned at their end."""
+    """On a fresh engine full of NaN and after nine others whose state was poisoned at their end."""
     requests = some_requests(10)
     used = hybrid(random_model, depth=3, max_num_seqs=2)
     together = tokens(run(used, requests))
@@ -173,7 +175,7 @@ def test_a_slot_s_tenth_owner_is_served_like_the_first(random_model: Path) -> No
 
 
 def test_pattern_on_a_hybrid(random_model: Path) -> None:
-    """P01: K=4 accept 2, none, K=4 accept 4, none, for 180 tokens: as one row at a time. The soak compares states too."""
+    """K=4 accept 2, none, K=4 accept 4, none, for 180 tokens: as one row at a time. The soak compares states too."""
     request = ([3, 1, 4, 1, 5], greedy(max_tokens=180, ignore_eos=True))
     (expected,) = tokens(run(hybrid(random_model), [request]))
     assert len(set(expected)) > 20
@@ -208,7 +210,7 @@ def test_ngram_drafts_follow_a_periodic_target_at_once(period: int, depth: int) 
 @pytest.mark.parametrize("depth", [None, 0, 4, 16])
 @pytest.mark.parametrize("prompt_len", [1, 15, 28, 59, 60, 61, 62, 63])
 def test_to_the_last_token_of_the_context(prompt_len: int, depth: int | None) -> None:
-    """P26: context 64, wherever the prompt ends; the drafts never reach past it."""
+    """Context 64, wherever the prompt ends; the drafts never reach past it."""
     prompt = tuple(4 + i % 40 for i in range(prompt_len))
     target = Target()
     engine = make_engine(
@@ -256,13 +258,7 @@ def test_advertised_concurrency_is_reached(num_seqs: int) -> None:
         max_model_len=64,
         kv_cache_memory_bytes=num_seqs * 4 * page_bytes + page_bytes - 1,
     )
-    widest = 0
-
-    def watch(events: Any) -> None:
-        nonlocal widest
-        widest = max(widest, len(engine.scheduler.running))
-
-    got = run(engine, [((5, n), greedy(max_tokens=None)) for n in range(4, 12)], each_step=watch)
+    got = run(engine, [((5, n), greedy(max_tokens=None)) for n in range(4, 12)])
     assert all(len(s.token_ids) == 64 for s in got)
     assert max(batch.num_generated for batch in target.batches) == num_seqs
 
@@ -277,6 +273,39 @@ def test_a_context_that_does_not_fit_fails_at_the_start() -> None:
         ConfigError, match="max_model_len 513 is above the checkpoint's max_position_embeddings 512"
     ):
         make_engine(Target(), max_model_len=513)
+
+
+def test_a_head_in_use_does_not_shorten_the_context(random_model: Path) -> None:
+    """The longest sequence is part of the output, so it is the same with the head idle."""
+    lengths = {
+        Engine(
+            EngineConfig(
+                str(random_model),
+                method and SpeculativeConfig(method),
+                backend="torch",
+                kv_cache_memory_bytes=200_000,
+                skip_tokenizer_init=True,
+            )
+        ).max_model_len
+        for method in (None, "ngram", "mtp")
+    }
+    assert len(lengths) == 1
+    assert lengths.pop() < 512, "memory is the bound"
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_compiler)])
+def test_torch_s_default_dtype_changes_no_bit(backend: str) -> None:
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=1)
+    outputs = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            llm = LLM(backend=backend, speculative_config={"method": "mtp"})
+            outputs.append(llm.generate("def fib(n):", params, use_tqdm=False)[0].outputs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0][0].error is None
 
 
 def test_without_a_wish_the_context_is_what_fits() -> None:
@@ -294,8 +323,8 @@ def test_without_a_wish_the_context_is_what_fits() -> None:
         ([], greedy(), "the prompt is empty"),
         ([5, VOCAB_SIZE], greedy(), f"token id {VOCAB_SIZE} is outside the vocabulary of {VOCAB_SIZE} ids"),
         ([5, -1], greedy(), "token id -1 is outside"),
-        ([True], greedy(), "token id True is outside"),
-        (["a"], greedy(), "token id 'a' is outside"),
+        ([True], greedy(), "token ids must be integers, got True"),
+        (["a"], greedy(), "token ids must be integers, got 'a'"),
         ([5], greedy(stop="x"), "stop strings need a tokenizer"),
         ([5], greedy(stop_token_ids=[VOCAB_SIZE]), f"stop_token_ids: {VOCAB_SIZE} is outside the vocabulary"),
         ([5], sampled(n=70_000), "n must be at most"),

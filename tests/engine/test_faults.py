@@ -24,6 +24,7 @@ from metrale.engine.engine import Engine
 from metrale.kernels.ops import Ops
 from metrale.sampling.params import SamplingParams
 from metrale.scheduler.scheduler import Event
+from metrale.telemetry.statistics import SpeculationStats
 from tests.engine.schedules import committed_state, poison
 from tests.engine.scripted import Target, cycle, drafting, emitted, finish, greedy, make_engine, run, scripted
 
@@ -241,7 +242,7 @@ def test_a_request_that_always_fails_ends_alone(victim: int, from_position: int)
 
 @pytest.mark.parametrize("num_before", [0, 1, 4])
 def test_a_nan_row_ends_its_own_request(num_before: int) -> None:
-    """P12: at the prompt's last row, at a generated row, under drafts; at once, and the neighbours are not touched."""
+    """At the prompt's last row, at a generated row, under drafts; at once, and the neighbours are not touched."""
     expected = plain()
     said = [*expected[1][:num_before], None]
     for depth in (None, 1, 3, 8):
@@ -265,6 +266,16 @@ def test_a_nan_row_behind_drafts_that_are_right() -> None:
     )
     (got,) = run(engine, [((6, 7), greedy(max_tokens=20))])
     assert (emitted(got), got.finish_reason) == ([10, 11, 12], "error")
+
+
+class Stumbling(Target):
+    """Every fifth forward raises once its rows are written, so that prompts start over."""
+
+    def forward(self, batch: Any, pool: Any) -> Tensor:
+        hidden = super().forward(batch, pool)
+        if len(self.batches) % 5 == 2:
+            raise RuntimeError("a fault that passes")
+        return hidden
 
 
 class Faulty:
@@ -291,9 +302,11 @@ class Faulty:
         self.inner.commit(committed, hidden)
 
     def restart(self, key: SequenceKey) -> None:
+        self._maybe_raise("restart")
         self.inner.restart(key)
 
     def release(self, key: SequenceKey) -> None:
+        self._maybe_raise("release")
         self.released_at.append(self.count)
         self.inner.release(key)
 
@@ -316,11 +329,11 @@ def test_a_drafter_that_cannot_follow_forgets_the_sequences() -> None:
 
 @pytest.mark.parametrize("is_lasting", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
-@pytest.mark.parametrize("method", ["propose", "commit"])
+@pytest.mark.parametrize("method", ["propose", "commit", "restart", "release"])
 def test_a_drafter_that_raises_changes_no_output(method: str, at: int, is_lasting: bool) -> None:
     """Whatever it fails to do: no request ends early, no token is lost or told twice."""
     expected = plain()
-    target = Target()
+    target = Stumbling()
     script = cycle((3, 1), (3, 3), (0, 0))
     inner = drafting(target, script)
     engine = make_engine(
@@ -351,6 +364,42 @@ class Interrupted(Target):
         if len(self.batches) == self.at:
             raise KeyboardInterrupt
         return hidden
+
+
+@pytest.mark.parametrize("at", range(1, 30))
+def test_an_interrupt_between_commit_and_apply_ends_only_what_it_met(at: int) -> None:
+    """Nothing waits for ever, and whoever goes on says what he would have said."""
+    expected = plain()
+    target = Target()
+    engine = make_engine(target, depth=3, drafter=drafting(target, cycle((3, 1), (3, 3))), max_num_seqs=3)
+    ids = [engine.add_request(*request) for request in requests_of()]
+    record, calls = SpeculationStats.record, 0
+
+    def interrupted(self: SpeculationStats, *counts: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        record(self, *counts)
+
+    def go_on() -> None:
+        while engine.has_work:
+            engine.step()
+
+    with mock.patch.object(SpeculationStats, "record", interrupted), pytest.raises(KeyboardInterrupt):
+        go_on()
+    told: list[Event] = []
+    while engine.has_work:
+        told += engine.step()
+    told += engine.step()
+    ends = {e.sequence.request_id: e.sequence for e in told if e.finish_reason}
+    broken = [s for s in ends.values() if s.finish_reason == "error"]
+    assert 1 <= len(broken) <= 3
+    assert all("KeyboardInterrupt" in (s.error or "") for s in broken)
+    for number, i in enumerate(ids):
+        if i in ends and ends[i].finish_reason != "error":
+            assert emitted(ends[i]) == expected[number]
+    assert engine.pool.slots.num_free == engine.pool.num_slots
 
 
 @pytest.mark.parametrize("at", range(1, 8))

@@ -36,9 +36,10 @@ def make_llm(target: Target | None = None, **options: Any) -> LLM:
         "skip_tokenizer_init": True,
         "backend": "torch",
     } | options
+    loaded = LoadedModel(target, None, has_mtp_tensors=False)  # type: ignore[arg-type]
     with (
         mock.patch.object(engine_module, "resolve", return_value=Path("/nowhere")),
-        mock.patch.object(engine_module, "load_model", return_value=LoadedModel(target, None)),  # type: ignore[arg-type]
+        mock.patch.object(engine_module, "load_model", return_value=loaded),
     ):
         return LLM("scripted", **options)
 
@@ -150,6 +151,15 @@ def test_a_stream_is_the_generated_output_in_pieces() -> None:
     chunks = list(impatient(make_llm()).stream(PROMPTS[2], greedy(max_tokens=12)))
     assert joined(chunks) == expected()[2]
     assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_a_stream_carries_the_logprobs() -> None:
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, logprobs=2)
+    (output,) = make_llm().generate(PROMPTS[1], params, use_tqdm=False)
+    chunks = list(make_llm().stream(PROMPTS[1], params))
+    assert all(len(chunk.logprobs or ()) == len(chunk.token_ids) for chunk in chunks)
+    assert tuple(entry for chunk in chunks for entry in chunk.logprobs or ()) == output.outputs[0].logprobs
+    assert all(chunk.logprobs is None for chunk in make_llm().stream(PROMPTS[1], greedy(max_tokens=2)))
 
 
 def test_a_stream_left_early_is_aborted() -> None:

@@ -1,4 +1,4 @@
-"""The step on a scripted target: acceptance patterns (P01), row layout, drafts that cannot be used, what a commit advances."""
+"""The step on a scripted target: acceptance patterns, row layout, drafts that cannot be used, what a commit advances."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fixed(propose: Callable[[Seq[Ask]], list[Draft]]) -> DrafterFactory:
     ids=str,
 )
 def test_patterns_equal_plain_decode(steps: list[tuple[int, int]]) -> None:
-    """P01: K=4 accept 2, none, K=4 accept 4, none, and so on for 100 tokens."""
+    """K=4 accept 2, none, K=4 accept 4, none, and so on for 100 tokens."""
     requests = [(prompt[:50], greedy(max_tokens=100)) for prompt in PROMPTS]
     target = Target()
     engine = make_engine(target, depth=4, drafter=drafting(target, cycle(*steps)))
@@ -263,7 +263,7 @@ def test_a_plan_that_does_not_fit_raises_before_any_work(what: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 2, 4])
 def test_each_step_emits_for_everyone_that_it_holds(depth: int) -> None:
-    """P25: at least one token a step and generating sequence, and a first token with a prompt's last chunk."""
+    """At least one token a step and generating sequence, and a first token with a prompt's last chunk."""
     target = Target()
     engine = make_engine(
         target,
@@ -288,7 +288,7 @@ def test_each_step_emits_for_everyone_that_it_holds(depth: int) -> None:
 
 
 def test_an_eos_among_the_drafts_is_where_state_ends_too() -> None:
-    """P18: the trim comes before the commit: rows after the last fed token that counts are not committed."""
+    """The trim comes before the commit: rows after the last fed token that counts are not committed."""
     said = [10, 11, EOS, 20, 21, 22, 23]
     target = Target(scripted({(5, 6): said}), eos=(EOS, SECOND_EOS))
     engine = make_engine(target, depth=6, drafter=drafting(target, always_right))

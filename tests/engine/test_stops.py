@@ -1,4 +1,4 @@
-"""Ends (P18): the earliest wins, a stop before a length, exact counts, whatever the drafts; stop strings over real tokens."""
+"""Ends: the earliest wins, a stop before a length, exact counts, whatever the drafts; stop strings over real tokens."""
 
 from __future__ import annotations
 

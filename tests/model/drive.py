@@ -13,8 +13,6 @@ from metrale.model.decoder import HybridModel
 from metrale.model.mtp import MtpHead
 from metrale.state.pool import PAGE_SIZE, Pool
 
-UNIT = 64
-
 
 class Solo:
     """One sequence: `prefill` its prompt, then `verify` rows and `commit` as many as are kept.

@@ -1,8 +1,7 @@
-"""The kernels against the reference: poisoned memory, one thread, no kernels without a compiler."""
+"""The kernels against the reference: poisoned memory, no kernels without a compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs start as NaN, so that an element that nobody wrote shows."""
     monkeypatch.setattr(torch, "empty", _poisoned_empty)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

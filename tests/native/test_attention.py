@@ -152,15 +152,15 @@ def test_refusals_write_nothing() -> None:
     index = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="rotary_store: positions"):
         rotary_store(projected, *cache.norms, cache.cos, cache.sin, index + 299, index, cache.k, cache.v, EPS)
-    with pytest.raises(ValueError, match="rotary_store: groups or kv_index: a page"):
+    with pytest.raises(ValueError, match="rotary_store: page table or kv_index: a page"):
         rotary_store(projected, *cache.norms, cache.cos, cache.sin, index, index - 1, cache.k, cache.v, EPS)
     with pytest.raises(ValueError, match="rotary_store: positions and kv_index"):
         rotary_store(projected, *cache.norms, cache.cos, cache.sin, index.int(), index, cache.k, cache.v, EPS)
     q = randn(2, shape.num_heads, shape.dim)
     for pages in ([], [10_000], [-1]):
-        with pytest.raises(ValueError, match="attention: groups or kv_index: a page"):
+        with pytest.raises(ValueError, match="attention_verify: page table or kv_index: a page"):
             attention_verify(q, projected, cache.k, cache.v, groups([(0, 0, 2)], [pages]))
-    with pytest.raises(ValueError, match="attention: k_cache"):
+    with pytest.raises(ValueError, match="attention_verify: k_cache"):
         attention_verify(q, projected, cache.k.bfloat16(), cache.v, cache.groups([(0, 0, 2)]))
     assert cache.k.isnan().all()
     assert cache.v.isnan().all()

@@ -74,6 +74,8 @@ def test_no_compiler_is_a_clear_error(cache: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(ConfigError, match="no C compiler found; choose backend='torch'"):
         load()
+    monkeypatch.setenv("CC", " ")
+    assert build.find_compiler() is None
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(cache))
     assert build.find_compiler() is None

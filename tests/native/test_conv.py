@@ -114,6 +114,9 @@ def test_refusals_leave_the_pool_alone() -> None:
         verify(pool, randn(2, SHAPE.width), [(0, 0, 1), (4, 0, 1)])
     with pytest.raises(ValueError, match="do not fit the ring"):
         verify(pool, randn(18, SHAPE.width), [(0, 0, 18)])
+    for operator in (verify, prefill):
+        with pytest.raises(ValueError, match="a start is below 0"):
+            operator(pool, randn(2, SHAPE.width), [(0, -1, 2)])
     with pytest.raises(ValueError, match="conv_verify: groups: expected 3 rows"):
         verify(pool, randn(3, SHAPE.width), [(0, 0, 2)])
     with pytest.raises(ValueError, match="conv_verify: projected, conv_weight"):

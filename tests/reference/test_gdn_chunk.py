@@ -1,4 +1,4 @@
-"""`conv_prefill` and `gdn_chunk` against a loop over rows in float64 (P11), ragged, in pieces, and in any company."""
+"""`conv_prefill` and `gdn_chunk` against a loop over rows in float64, ragged, in pieces, and in any company."""
 
 from __future__ import annotations
 

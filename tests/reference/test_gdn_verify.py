@@ -1,4 +1,4 @@
-"""`conv_verify` and `gdn_verify` against a loop over rows in float64 (P11): K 0 to 16, ragged, folds, any company."""
+"""`conv_verify` and `gdn_verify` against a loop over rows in float64: K 0 to 16, ragged, folds, any company."""
 
 from __future__ import annotations
 

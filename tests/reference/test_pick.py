@@ -1,4 +1,4 @@
-"""`masked_argmax` (P12, P13) and `gumbel`: known answers, moments and the tail."""
+"""`masked_argmax` and `gumbel`: known answers, moments and the tail."""
 
 from __future__ import annotations
 

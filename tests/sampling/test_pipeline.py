@@ -1,4 +1,4 @@
-"""The pick: ranges and ties (P12, P13), the stages against a naive oracle, distribution and independence (P22)."""
+"""The pick: ranges and ties, the stages against a naive oracle, distribution and independence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cut of new tokens at the earliest end (P18), and its independence of how tokens fall into steps."""
+"""The cut of new tokens at the earliest end, and its independence of how tokens fall into steps."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def make_sequence(
 def verdict(
     sequence: Sequence, token_ids: tuple[int, ...], reason: str | None = None, **changes: object
 ) -> Verdict:
-    plain = Verdict(sequence.key, 1, token_ids, (None,) * len(token_ids), 0, 0, 0, reason, None, "", None)
+    plain = Verdict(sequence.key, 1, None, token_ids, (None,) * len(token_ids), finish_reason=reason)
     return plain._replace(**changes)
 
 
@@ -81,7 +81,7 @@ def names(scheduler: Scheduler) -> list[int]:
 
 @pytest.mark.parametrize("num_slots", [1, 4])
 def test_every_slot_can_run_at_once(num_slots: int) -> None:
-    """P26: exactly `num_slots` of more sequences, each new one as soon as a slot is free."""
+    """Exactly `num_slots` of more sequences, each new one as soon as a slot is free."""
     pool = make_pool(num_slots)
     scheduler = make_scheduler(pool)
     sequences = [make_sequence(n) for n in range(num_slots + 3)]
@@ -271,7 +271,7 @@ def test_without_a_drafter_there_are_no_drafts() -> None:
 
 
 def test_ten_thousand_events() -> None:
-    """P06: random admissions, ends and aborts; two live sequences never share a slot or a page, and none is forgotten."""
+    """Random admissions, ends and aborts; two live sequences never share a slot or a page, and none is forgotten."""
     rng = random.Random(0)
     pool = make_pool(num_slots=4, num_pages=12)
     scheduler = make_scheduler(pool)

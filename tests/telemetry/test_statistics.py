@@ -1,4 +1,4 @@
-"""The counters' identities (P30), for any run of verifies, for sums, and before the first one."""
+"""The counters' identities, for any run of verifies, for sums, and before the first one."""
 
 from __future__ import annotations
 

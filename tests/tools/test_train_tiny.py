@@ -122,7 +122,7 @@ def test_unrolled_chains_equal_drafting_with_a_cache(network):
             torch.testing.assert_close(outputs[step][:, root], out[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_heads_first_step_is_the_same_in_both_phases(network):
+def test_the_heads_first_step_is_the_same_in_the_last_two_phases(network):
     ids = random_ids(2, 20)
     hidden = network.trunk(ids)[:, :17]
     first = unroll(network, hidden, ids, depth=1)[0]

@@ -1,1 +1,1 @@
-"""Trains the embedded checkpoint `tiny`: corpus, network, optimiser, two training phases, evaluation, export."""
+"""Trains the embedded checkpoint `tiny`: corpus, network, optimiser, three training phases, evaluation, export."""

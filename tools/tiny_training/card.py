@@ -30,7 +30,7 @@ metrale runs (gated delta rule and full attention, tied embeddings, an MTP head 
 ## Data
 
 The source text of the standard library of Python {python}: {files} files, {million_chars:.1f} million characters,
-{million_tokens:.2f} million tokens. Number tables and files above 300,000 characters are left out, and so is half of the
+{million_tokens:.2f} million tokens. Tables of numbers or of strings and files above 300,000 characters are left out, and so is half of the
 test files. One file in fifty, chosen by a hash of its relative path, is held out of training and of the tokenizer's
 training; the figures below are measured on these files.
 

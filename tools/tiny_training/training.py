@@ -74,7 +74,7 @@ class Progress:
 
 
 def save(path: Path, team: Team, rank: int, phase: Progress, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Write every worker's part of a checkpoint; the old one stays whole until the new one is."""
+    """Write every worker's part of a checkpoint; the old one stays until all parts of the new one are written."""
     state: dict[str, Any] = {
         "step": phase.step,
         "batches": phase.batches,
@@ -206,7 +206,7 @@ def train_on_text(
     workers: int,
     is_compiled: bool,
 ) -> Progress:
-    """Next-token loss of the trunk, plus a share of the head's first draft."""
+    """Next-token loss of the trunk, plus a share of the head's first draft and, early on, of the recall loss."""
     length, head_weight = recipe.sequence_length, phase.head_weight
     parameters = {
         name: value

@@ -73,6 +73,7 @@ static int check(const conv_arguments *a) {
   for (int64_t n = 0; n < a->groups.count; n++) {
     int64_t slot = a->groups.slots[n], rows = group_rows(&a->groups, n);
     if (slot < 0 || slot >= a->num_slots) return BAD_SLOT;
+    if (a->groups.starts[n] < 0) return BELOW_ZERO;
     if (!a->k && (rows + a->num_taps - 1 > a->ring_x_rows || rows > a->ring_rows)) return BAD_RING;
   }
   return DONE;

@@ -17,7 +17,7 @@ typedef struct {
   float *q, *k, *state;                    // prepared rows: [CHUNK, stride], [CHUNK, stride], [dv, dk]
   float *u, *o;                            // [CHUNK, dv]
   float *kk, *qk;                          // [CHUNK, CHUNK]
-  float *later, *total, *decay, *weights;  // [CHUNK, dk], [CHUNK], [CHUNK], [CHUNK]
+  float *faded_keys, *total, *decay, *weights;  // [CHUNK, dk], [CHUNK], [CHUNK], [CHUNK]
 } chunk;
 
 // to[i] = to[i] * factor + sum over j of weights[j] * from[j][i], j ascending, with fused multiply-adds.
@@ -62,8 +62,8 @@ static void run_chunk(chunk *c, int64_t rows, int64_t dk, int64_t dv, const floa
   product(c->q, rows, state, 0, c->o, dv, 1);
   // the rows of k stand `prepared_stride` apart, those of a matrix `inner`
   for (int64_t i = 0; i < rows; i++)
-    memcpy(c->later + i * dk, c->k + i * prepared_stride(dk), (size_t)dk * sizeof(float));
-  matrix keys = {c->later, 0, rows, dk};
+    memcpy(c->faded_keys + i * dk, c->k + i * prepared_stride(dk), (size_t)dk * sizeof(float));
+  matrix keys = {c->faded_keys, 0, rows, dk};
   product(c->k, rows, keys, 0, c->kk, CHUNK, 1);
   product(c->q, rows, keys, 0, c->qk, CHUNK, 1);
   for (int64_t i = 0; i < rows; i += LANES)
@@ -78,10 +78,10 @@ static void run_chunk(chunk *c, int64_t rows, int64_t dk, int64_t dv, const floa
   }
   for (int64_t i = 0; i < rows; i++) {
     float remaining = expf(c->total[rows - 1] - c->total[i]);
-    for (int64_t d = 0; d < dk; d++) c->later[i * dk + d] *= remaining;
+    for (int64_t d = 0; d < dk; d++) c->faded_keys[i * dk + d] *= remaining;
   }
   for (int64_t d = 0; d < dv; d++)
-    combine(c->state + d * dk, c->decay[rows - 1], c->u + d, dv, c->later, rows, dk);
+    combine(c->state + d * dk, c->decay[rows - 1], c->u + d, dv, c->faded_keys, rows, dk);
 }
 
 static int check(const gdn_chunk_arguments *a) {
@@ -103,7 +103,7 @@ int metrale_gdn_chunk(const gdn_chunk_arguments *a) {
   if (status) return status;
   float *memory = scratch(CHUNK * (3 * stride + 2 * dv + 2 * CHUNK + 3));
   if (!memory) return NO_MEMORY;
-  chunk c = {.q = memory, .k = memory + CHUNK * stride, .later = memory + 2 * CHUNK * stride};
+  chunk c = {.q = memory, .k = memory + CHUNK * stride, .faded_keys = memory + 2 * CHUNK * stride};
   c.u = memory + 3 * CHUNK * stride, c.o = c.u + CHUNK * dv;
   c.kk = c.o + CHUNK * dv, c.qk = c.kk + CHUNK * CHUNK;
   c.total = c.qk + CHUNK * CHUNK, c.decay = c.total + CHUNK, c.weights = c.decay + CHUNK;

@@ -12,7 +12,7 @@ typedef struct {
 
 typedef struct {
   float *logits;     // [rows, E]
-  float *weights;    // [rows, E]: 0 where not chosen
+  float *weights;    // [rows, E]: -1 where not chosen
   float *x;          // [rows, prepared]
   float *picked;     // [rows, prepared] of one expert's rows
   float *both;       // [rows, 2 * widest inner]
@@ -21,8 +21,8 @@ typedef struct {
   float *y;          // [rows, D]
 } buffers;
 
-// Softmax over all experts, the top_k largest kept (lowest id on a tie), in place: weight or zero; `chosen`
-// flags.
+// Softmax over all experts, the top_k largest kept (lowest id on a tie), as weights: -1 where not
+// chosen.
 static void route(float *row, int64_t num_experts, int64_t top_k, int norm_topk, float *weights) {
   float highest = -INFINITY, kept = 0.0f;
   for (int64_t e = 0; e < num_experts; e++) highest = row[e] > highest ? row[e] : highest;

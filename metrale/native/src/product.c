@@ -14,6 +14,8 @@ enum { BF16_STEP = 16, PANEL = 24, MOST_ROWS = 6 };
 // of the weight, each counted once for its load and once for every row.
 enum { LEAST_PIECE = 65536, PIECES_PER_THREAD = 2 };
 
+_Static_assert(PIECES_PER_THREAD * MOST_THREADS <= MOST_PIECES, "run_pieces takes so many");
+
 void prepare_rows(const float *x, int64_t row_stride, int64_t num_rows, matrix w, float *prepared) {
   int64_t stride = prepared_stride(w.inner), whole = w.inner - w.inner % BF16_STEP;
   for (int64_t m = 0; m < num_rows; m++) {
@@ -42,6 +44,11 @@ INLINE v8 odd_elements(const uint16_t *w) {
   u8 bits;
   memcpy(&bits, w, sizeof bits);
   return (v8)(bits & 0xffff0000u);
+}
+
+// What lies `bytes` on, which may be past the end of everything: a number, not a pointer, until then.
+INLINE void prefetch(const void *p, int64_t bytes) {
+  __builtin_prefetch((const void *)((uintptr_t)p + (uintptr_t)bytes));
 }
 
 // acc[m][n] += x[m] * w[n] for one vector of each.
@@ -87,14 +94,14 @@ INLINE void block(const float *x, const void *weight, int is_bf16, int64_t inner
         UNROLL for (int n = 0; n < outputs; n++) {
           u8 bits;
           memcpy(&bits, half + n * inner + k, sizeof bits);
-          __builtin_prefetch(half + n * inner + k + ahead);
+          prefetch(half + n * inner + k, 2 * ahead);
           PIN(bits);
           acc[0][n] = fma8(even, (v8)(bits << 16), acc[0][n]);
           acc[0][n] = fma8(odd, (v8)(bits & 0xffff0000u), acc[0][n]);
         }
       } else {
         UNROLL for (int n = 0; n < outputs; n++) {
-          __builtin_prefetch(half + n * inner + k + ahead);
+          prefetch(half + n * inner + k, 2 * ahead);
           w[n] = even_elements(half + n * inner + k);
         }
         accumulate(acc, x + k, stride, w, rows, outputs);
@@ -104,7 +111,7 @@ INLINE void block(const float *x, const void *weight, int is_bf16, int64_t inner
       }
     } else {
       UNROLL for (int n = 0; n < outputs; n++) {
-        __builtin_prefetch(full + n * inner + k + ahead);
+        prefetch(full + n * inner + k, 4 * ahead);
         w[n] = load(full + n * inner + k);
       }
       accumulate(acc, x + k, stride, w, rows, outputs);
@@ -197,6 +204,7 @@ static void product_piece(const void *context, int64_t index) {
 
 void product(const float *prepared, int64_t num_rows, matrix w, const float *residual, float *out,
              int64_t out_stride, int64_t threads) {
+  threads = min64(threads, MOST_THREADS);
   int64_t panels = (w.num_outputs + PANEL - 1) / PANEL;
   int64_t worthwhile = w.num_outputs * w.inner * (num_rows + 1) / LEAST_PIECE;
   int64_t most = max64(1, min64(min64(worthwhile, panels), threads < 2 ? 1 : PIECES_PER_THREAD * threads));

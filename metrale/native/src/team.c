@@ -27,6 +27,9 @@ typedef uint64_t ticket;
 
 enum { COUNT_BITS = 12, HELPER_BITS = 8, JOB_SHIFT = 2 * COUNT_BITS + HELPER_BITS };
 
+_Static_assert(MOST_PIECES == (1 << COUNT_BITS) - 1, "the count of pieces is also their mask");
+_Static_assert(MOST_THREADS == 1 << HELPER_BITS, "helpers are the threads but the caller");
+
 static ticket ticket_of(uint64_t job, uint64_t helpers, uint64_t count) {
   return job << JOB_SHIFT | helpers << 2 * COUNT_BITS | count << COUNT_BITS;
 }
@@ -39,11 +42,14 @@ static int64_t num_helpers(ticket t) { return (int64_t)(t >> 2 * COUNT_BITS & (M
 
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;  // one job at a time; others run by themselves
 static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static struct {
+  pthread_cond_t wake;
+  _Atomic int is_asleep;
+} beds[MOST_THREADS];  // by worker: a job wakes only those it wants
 static _Atomic ticket current;
 static _Atomic(piece) current_work;
 static _Atomic(const void *) current_context;
-static _Atomic int64_t finished, sleepers;
+static _Atomic int64_t finished;
 static int64_t num_workers;  // guarded by in_use
 static uint64_t num_jobs;    // guarded by in_use
 
@@ -82,22 +88,21 @@ static void *work_forever(void *number) {
       for (int i = 0; i < PAUSES_PER_LOOK; i++) PAUSE();
     } else {
       pthread_mutex_lock(&sleep_lock);
-      atomic_fetch_add(&sleepers, 1);
-      while (!is_wanted(atomic_load(&current), worker)) pthread_cond_wait(&wake, &sleep_lock);
-      atomic_fetch_sub(&sleepers, 1);
+      atomic_store(&beds[worker].is_asleep, 1);
+      while (!is_wanted(atomic_load(&current), worker)) pthread_cond_wait(&beds[worker].wake, &sleep_lock);
+      atomic_store(&beds[worker].is_asleep, 0);
       pthread_mutex_unlock(&sleep_lock);
     }
   }
   return 0;
 }
 
-// A forked child has none of its parent's threads, and perhaps their locks.
+// A forked child has none of its parent's threads, and perhaps their locks. To initialise a lock that may be
+// held is more than POSIX allows and what every C library does well.
 static void forget_workers(void) {
   pthread_mutex_init(&in_use, 0);
   pthread_mutex_init(&sleep_lock, 0);
-  pthread_cond_init(&wake, 0);
   atomic_store(&current, 0);
-  atomic_store(&sleepers, 0);
   num_workers = 0;
 }
 
@@ -112,11 +117,22 @@ static void start_workers(int64_t wanted) {
   pthread_sigmask(SIG_BLOCK, &all, &old);  // signals belong to the interpreter's threads
   while (num_workers < wanted) {
     pthread_t thread;
+    pthread_cond_init(&beds[num_workers].wake, 0);
+    atomic_store(&beds[num_workers].is_asleep, 0);
     if (pthread_create(&thread, &detached, work_forever, (void *)(intptr_t)num_workers)) break;
     num_workers++;
   }
   pthread_sigmask(SIG_SETMASK, &old, 0);
   pthread_attr_destroy(&detached);
+}
+
+static void wake_workers(int64_t wanted) {
+  for (int64_t i = 0; i < wanted && i < num_workers; i++) {
+    if (!atomic_load(&beds[i].is_asleep)) continue;
+    pthread_mutex_lock(&sleep_lock);  // between a worker's last look and its sleep nothing may slip by
+    pthread_cond_signal(&beds[i].wake);
+    pthread_mutex_unlock(&sleep_lock);
+  }
 }
 
 void run_pieces(piece work, const void *context, int64_t count, int64_t threads) {
@@ -131,11 +147,7 @@ void run_pieces(piece work, const void *context, int64_t count, int64_t threads)
   atomic_store_explicit(&current_context, context, memory_order_relaxed);
   atomic_store_explicit(&finished, 0, memory_order_relaxed);
   atomic_store(&current, ticket_of(++num_jobs, (uint64_t)threads - 1, (uint64_t)count));
-  if (atomic_load(&sleepers)) {
-    pthread_mutex_lock(&sleep_lock);
-    pthread_cond_broadcast(&wake);
-    pthread_mutex_unlock(&sleep_lock);
-  }
+  wake_workers(threads - 1);
   take_pieces(CALLER);
   for (int64_t pauses = 0; atomic_load_explicit(&finished, memory_order_acquire) < count; pauses++)
     if (pauses < PAUSES_BEFORE_YIELD)

@@ -138,7 +138,7 @@ INLINE v8 exp8(v8 x) {
   p = fma8(p, r, splat(5.0000001201e-1f));
   p = fma8(p, r * r, r) + 1.0f;
   i8 e = (i8)shifted - (i8)magic, half = e >> 1;  // two factors: 2^e alone may be no normal number
-  return p * (v8)((half + 127) << 23) * (v8)((e - half + 127) << 23);
+  return p * (v8)((u8)(half + 127) << 23) * (v8)((u8)(e - half + 127) << 23);
 }
 
 // Natural logarithm of a positive normal number within 2 ulp. The polynomial of Cephes' logf (Moshier).
@@ -192,6 +192,6 @@ INLINE float *scratch(int64_t floats) { return aligned_alloc(64, (size_t)round_u
 
 // Results of every entry point; `build.py` turns those below zero into exceptions.
 enum { DONE = 0, NO_MEMORY = -1, BAD_SLOT = -2, BAD_RING = -3 };
-enum { BAD_PAGE = -4, BAD_POSITION = -5, BAD_START = -6 };
+enum { BAD_PAGE = -4, BAD_POSITION = -5, BAD_START = -6, BELOW_ZERO = -7 };
 
 #endif
