@@ -5,6 +5,7 @@ Knows what a user sees of one generation. Knows nothing of options and of how er
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -100,10 +101,15 @@ def first_difference(ours: Generation, plain: Generation) -> str | None:
     return None
 
 
+def showable(text: str) -> str:
+    """Text with escapes for what the terminal's encoding cannot show."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def write_stdout(text: str) -> None:
     """Writes and flushes; what the terminal's encoding cannot show is written as an escape."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.write(showable(text))
     sys.stdout.flush()
 
 
@@ -121,10 +127,15 @@ def as_json(result: Generation, is_identical: bool | None) -> dict[str, Any]:
     }
     if result.logprobs is not None:
         out["logprobs"] = [
-            {str(i): {"logprob": entry.logprob, "rank": entry.rank} for i, entry in at.items()}
+            {str(i): {"logprob": _finite(entry.logprob), "rank": entry.rank} for i, entry in at.items()}
             for at in result.logprobs
         ]
     return out
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinities."""
+    return number if math.isfinite(number) else None
 
 
 def table(result: Generation, plain: Generation | None) -> Table:
@@ -134,7 +145,7 @@ def table(result: Generation, plain: Generation | None) -> Table:
     out.add_column("value")
     stats = result.speculative_decoding
     reason = "" if result.stop_reason is None else f" ({result.stop_reason!r})"
-    out.add_row("finish reason", escape(f"{result.finish_reason}{reason}"))
+    out.add_row("finish reason", escape(showable(f"{result.finish_reason}{reason}")))
     out.add_row("tokens", f"{len(result.token_ids)} in {result.seconds:.3f} s")
     out.add_row("tokens/s", f"{result.tokens_per_second:.1f}")
     if plain is not None:

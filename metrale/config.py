@@ -12,6 +12,7 @@ from typing import Any
 from metrale.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 16
+MAX_NUM_SEQS = 65536
 METHODS = ("mtp", "ngram")
 METHODS_TO_COME = ("dflash", "prompt_lookup", "self")
 KEYS_TO_COME = (
@@ -150,7 +151,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES, ())
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
-        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.kv_cache_memory_bytes is not None:
             _check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)

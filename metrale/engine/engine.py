@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -36,7 +38,7 @@ DrafterFactory = Callable[[LoadedModel, Pool, int], Drafter | None]
 
 
 class Engine:
-    """Owns the model, the pool and the scheduler.
+    """Owns the model, the pool and the scheduler. What it emits waits in `outbox` for whoever called `advance`.
 
     Args:
         config: what to load and how to run it.
@@ -54,13 +56,15 @@ class Engine:
         ops = backend_ops(config.backend)
         dtype = ops.activation_dtypes[0] if config.dtype == "auto" else getattr(torch, config.dtype)
         with_mtp = spec is not None and spec.method == "mtp"
-        loaded = load_model(directory, ops, dtype=dtype, with_mtp=with_mtp)
+        with torch.inference_mode(False):  # tensors that may be written outside of it too
+            loaded = load_model(directory, ops, dtype=dtype, with_mtp=with_mtp)
         self.model = loaded.model
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_directory(directory)
         self.defaults = GenerationDefaults.from_directory(directory, loaded.model.config)
         self.vocab_size = loaded.model.config.vocab_size
         self.num_valid = min(self.vocab_size, self.tokenizer.num_ids) if self.tokenizer else self.vocab_size
-        self.pool, self.max_model_len = _make_pool(config, loaded, dtype)
+        with torch.inference_mode(False):
+            self.pool, self.max_model_len = _make_pool(config, loaded, dtype)
         made = (drafter or _make_drafter(config))(loaded, self.pool, self.num_valid)
         self.drafter = None if made is None else GuardedDrafter(made)
         self.scheduler = Scheduler(
@@ -80,12 +84,16 @@ class Engine:
             self.num_valid,
         )
         self._num_requests = 0
-        self._events: list[Event] = []  # not handed out yet
+        self.outbox: deque[Event] = deque()
+        self._applying: list[SequenceKey] = []  # committed, and perhaps not told yet
+        self._aborts: list[int] = []
+        self._is_stepping = False
+        self._is_cut_off = False
         self._warned: set[str] = set()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._is_cut_off or bool(self._aborts)
 
     def add_request(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
         """Queue a request and return its id. Raises RequestError, and queues nothing, for a prompt or parameter that
@@ -138,49 +146,91 @@ class Engine:
                     f"stop_token_ids: {token_id} is outside the vocabulary of {self.num_valid} ids"
                 )
 
-    def abort(self, request_id: int) -> list[Sequence]:
-        """End every sample of a request; the others go on."""
-        return self.scheduler.abort(request_id)
+    def abort(self, request_id: int) -> None:
+        """End every sample of a request with "abort"; the others go on. In the middle of a step, which a collected
+        iterator or a signal handler may well call it from, it waits for the step's end."""
+        self._aborts.append(request_id)
+        if not self._is_stepping:
+            self._settle()
 
     def step(self) -> list[Event]:
-        """Admit, plan, run, commit, emit. Afterwards each scheduled sequence stands on committed rows only.
-
-        A step that raises is run again without drafts, then sequence by sequence, so that a fault ends the
-        requests that cause it, with finish reason "error", and no others. Events that an interrupt held up come with
-        the next step's.
-        """
-        self.scheduler.admit()
-        plan = self.scheduler.plan()
-        if plan.groups:
-            try:
-                self._attempt(plan)
-            except Exception as error:
-                self._warn_once("a step failed and is run again without drafts", error)
-                self._recover({group.key: group.start + group.num_known for group in plan.groups})
-        events, self._events = self._events, []
+        """`advance`, and take what it emitted."""
+        self.advance()
+        events = list(self.outbox)
+        self.outbox.clear()
         return events
 
+    def advance(self) -> None:
+        """Admit, plan, run, commit, and put events into `outbox`. Afterwards each scheduled sequence stands on committed
+        rows only.
+
+        A step that raises is run again without drafts, then sequence by sequence, so that a fault ends the
+        requests that cause it, with finish reason "error", and no others. What an interrupt cut off is put right before
+        the next step.
+        """
+        self._settle()
+        self._is_stepping, self._is_cut_off = True, True
+        try:
+            with torch.inference_mode(), _without_autocast():
+                self._serve()
+        finally:
+            self._is_stepping = False
+        self._is_cut_off = False
+        self._settle()
+
+    def _settle(self) -> None:
+        """What may only happen between two steps."""
+        if self._is_cut_off:
+            self._repair("an interrupt stopped this request in mid-step")
+            self._is_cut_off = False
+        while self._aborts:
+            self._is_cut_off = True
+            for event in self.scheduler.abort(self._aborts[0]):
+                self._tell(event)
+            del self._aborts[0]
+            self._is_cut_off = False
+
+    def _serve(self) -> None:
+        self.scheduler.admit()
+        plan = self.scheduler.plan()
+        if not plan.groups:
+            return
+        try:
+            self._attempt(plan)
+        except Exception as error:
+            self._warn_once("a step failed and is run again without drafts", error)
+            self._recover({group.key: group.start + group.num_known for group in plan.groups})
+
     def _attempt(self, plan: StepPlan, *, drafting: bool = True) -> None:
-        with torch.inference_mode():
-            prepared = self._step.prepare(plan, self.scheduler.running, drafting=drafting)
-            try:
-                outcome = self._step.run(prepared)
-            except BaseException:
-                # A chunk advances its state in place: where it stopped is not known.
-                self.scheduler.restart_prompts(group.key for group in plan.prompt)
-                raise
-        left = [verdict.key for verdict in outcome.verdicts]
+        prepared = self._step.prepare(plan, self.scheduler.running, drafting=drafting)
+        try:
+            outcome = self._step.run(prepared)
+        except BaseException:
+            # A chunk advances its state in place: where it stopped is not known.
+            self.scheduler.restart_prompts(group.key for group in plan.prompt)
+            raise
+        self._applying = [verdict.key for verdict in outcome.verdicts]
         try:
             self._step.commit(outcome)
             for event in self.scheduler.apply(outcome.verdicts):
-                self._events.append(event)
-                left.remove(event.sequence.key)
-        except BaseException as error:
-            # Host bookkeeping alone, which nothing but an interrupt stops; how far it got is not known.
-            for key in left:
-                if key in self.scheduler.running:
-                    self._events.append(self.scheduler.fail(key, f"stopped in mid-step by {error!r}"))
+                self._tell(event)
+                self._applying.remove(event.sequence.key)
+        except Exception as error:
+            self._repair(f"{type(error).__name__}: {error}")
             raise
+        self._applying = []
+
+    def _tell(self, event: Event) -> None:
+        """No interrupt falls between the two: the interpreter looks for one after a call."""
+        append = self.outbox.append
+        if event.finish_reason is not None:
+            del self.scheduler.live[event.sequence.key]
+        append(event)
+
+    def _repair(self, error: str) -> None:
+        for event in self.scheduler.repair(self._applying, error):
+            self._tell(event)
+        self._applying = []
 
     def _recover(self, goals: Mapping[SequenceKey, int]) -> None:
         """Run sequences without drafts until each has passed the position where it stood; on a fault, each alone.
@@ -193,7 +243,7 @@ class Engine:
         except Exception as error:
             behind = self._behind(goals)
             if len(behind) == 1:
-                self._events.append(self.scheduler.fail(behind[0], f"{type(error).__name__}: {error}"))
+                self._tell(self.scheduler.fail(behind[0], f"{type(error).__name__}: {error}"))
                 return
             for key in behind:
                 self._recover({key: goals[key]})
@@ -207,6 +257,11 @@ class Engine:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, exc_info=error)
+
+
+def _without_autocast() -> AbstractContextManager[object]:
+    """A caller's autocast would change dtypes in the middle of an operator."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def _drawn_seed(engine_seed: int, ordinal: int) -> int:
@@ -241,8 +296,10 @@ def _make_pool(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype) ->
     page_bytes = PAGE_SIZE * model.kv_bytes_per_token(
         itemsize=dtype.itemsize, with_mtp=loaded.has_mtp_tensors
     )
-    num_pages = (config.kv_cache_memory_bytes or DEFAULT_KV_CACHE_BYTES) // page_bytes
     pages_per_sequence = -(-wanted // PAGE_SIZE)
+    num_pages = config.max_num_seqs * pages_per_sequence
+    if page_bytes:
+        num_pages = (config.kv_cache_memory_bytes or DEFAULT_KV_CACHE_BYTES) // page_bytes
     if num_pages < pages_per_sequence:
         if config.max_model_len is not None or num_pages < 1:
             raise ConfigError(
@@ -250,14 +307,20 @@ def _make_pool(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype) ->
                 f"kv_cache_memory_bytes allows {num_pages * page_bytes}; raise it or lower max_model_len"
             )
         pages_per_sequence, wanted = num_pages, num_pages * PAGE_SIZE
-    pool = Pool(
-        model.state_shape(with_mtp=has_head),
-        num_slots=config.max_num_seqs,
-        num_pages=min(num_pages, config.max_num_seqs * pages_per_sequence),
-        max_pages_per_slot=pages_per_sequence,
-        max_rows=config.max_rows,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        fold_threshold=config.fold_threshold,
-    )
+    try:
+        pool = Pool(
+            model.state_shape(with_mtp=has_head),
+            num_slots=config.max_num_seqs,
+            num_pages=min(num_pages, config.max_num_seqs * pages_per_sequence),
+            max_pages_per_slot=pages_per_sequence,
+            max_rows=config.max_rows,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            fold_threshold=config.fold_threshold,
+        )
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"no memory for the state of max_num_seqs {config.max_num_seqs} sequences at fold_threshold "
+            f"{config.fold_threshold}; lower them (metrale info says what a sequence costs)"
+        ) from error
     return pool, wanted

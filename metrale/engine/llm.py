@@ -26,7 +26,7 @@ Prompt = str | Seq[int]
 
 @dataclass
 class _Box:
-    """Events of one open request that nobody has read yet."""
+    """Events of one open request that nobody has read yet; `num_running` samples whose end nobody has read."""
 
     num_running: int
     events: deque[Event] = field(default_factory=deque)
@@ -101,7 +101,7 @@ class LLM:
         Raises RequestError before any work. Leaving the iterator early aborts the request; with several samples (n > 1)
         `index` tells them apart.
         """
-        if not isinstance(prompt, str | Seq):
+        if not _is_prompt(prompt):
             raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
         [(_, token_ids, request_params)] = self._requests([prompt], params)
         return self._stream(token_ids, request_params)
@@ -131,20 +131,38 @@ class LLM:
             yield ids
         finally:
             for request_id in ids:
-                if self._boxes.pop(request_id).num_running:
+                box = self._boxes.pop(request_id, None)
+                if box is None or box.num_running:
                     self.engine.abort(request_id)
 
     def _events(self, request_id: int) -> Iterator[Event]:
         """A request's events until its last sample ends. Steps serve all open requests: what they emit goes to their boxes."""
         box = self._boxes[request_id]
-        while box.events or box.num_running:
+        while box.num_running:
             while not box.events:
-                for event in self.engine.step():
-                    home = self._boxes.get(event.sequence.request_id)
-                    if home is not None:
-                        home.events.append(event)
-                        home.num_running -= event.finish_reason is not None
-            yield box.events.popleft()
+                if not self.engine.outbox:
+                    if not self.engine.has_work:
+                        raise RuntimeError(
+                            f"request {request_id} is lost: nothing is left to do and it has not ended"
+                        )
+                    self.engine.advance()
+                self._deliver()
+            event = box.events.popleft()
+            box.num_running -= event.finish_reason is not None
+            yield event
+
+    def _deliver(self) -> None:
+        """Events from the engine to their boxes; an interrupt loses none, for it falls after a call, and none is between."""
+        outbox = self.engine.outbox
+        while outbox:
+            event = outbox[0]
+            home = self._boxes.get(event.sequence.request_id)
+            if home is None:
+                del outbox[0]
+                continue
+            append = home.events.append
+            del outbox[0]
+            append(event)
 
     def stats(self) -> dict[str, Any]:
         """Counters of speculation over all requests so far, in the names of `SpeculationStats`."""
@@ -198,9 +216,13 @@ class LLM:
             if self.engine.tokenizer is None:
                 raise RequestError("this engine has no tokenizer; give token ids")
             return self.engine.tokenizer.encode(prompt)
-        if not isinstance(prompt, Seq):
+        if not _is_prompt(prompt):
             raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
         return [int(item) if _is_id(item) else item for item in prompt]
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return isinstance(prompt, Seq) and not isinstance(prompt, bytes | bytearray | memoryview)
 
 
 def _is_id(item: Any) -> bool:
@@ -211,7 +233,7 @@ def _as_list(prompts: Any) -> list[Any]:
     """One prompt, as text or as ids, becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Seq):
+    if not _is_prompt(prompts):
         raise RequestError(
             f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}"
         )

@@ -49,6 +49,8 @@ class Tokenizer:
         eos_token = (config or {}).get("eos_token")
         if isinstance(eos_token, Mapping):
             eos_token = eos_token.get("content")
+        if eos_token is not None and not isinstance(eos_token, str):
+            raise ConfigError(f"tokenizer_config.json: eos_token must be a string, got {eos_token!r}")
         self.eos_token_id: int | None = None if eos_token is None else tokenizer.token_to_id(eos_token)
         self.chat_template = chat_template
 

@@ -15,7 +15,8 @@ class Ops:
 
     `name` is the backend's public name. `activation_dtypes` lists the activation dtypes that the operators
     compute in, the default first. `keeps_weight_dtype` says whether the big matrices stay in the dtype in which they are
-    stored, instead of the activation dtype. A row's bits never depend on which rows stand beside it.
+    stored, instead of the activation dtype. `max_key_dim` and `max_conv_width` bound the Gated DeltaNet layers that it can
+    run, None: any. A row's bits never depend on which rows stand beside it.
     """
 
     name: str
@@ -34,3 +35,5 @@ class Ops:
     moe: Callable[..., Tensor]
     masked_argmax: Callable[..., Tensor]
     gumbel: Callable[..., Tensor]
+    max_key_dim: int | None = None
+    max_conv_width: int | None = None

@@ -26,9 +26,9 @@ def rotary_tables(config: ModelConfig, max_positions: int, device: torch.device)
 
     Source: RoFormer (Su et al., arXiv:2104.09864), over the first `rotary_dim` dimensions of a head.
     """
-    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu") / config.rotary_dim
     inverse_frequencies = 1.0 / (config.rope_theta**exponents)
-    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
+    angles = torch.arange(max_positions, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies
     return RotaryTables(angles.cos().to(device), angles.sin().to(device))
 
 

@@ -94,6 +94,7 @@ def load_model(
     Raises ConfigError that names the field or the tensor at fault.
     """
     config = ModelConfig.from_directory(directory)
+    _check_limits(config, ops)
     dtype = _activation_dtype(ops, dtype)
     max_positions = config.max_position_embeddings if max_positions is None else max_positions
     if not 1 <= max_positions <= config.max_position_embeddings:
@@ -129,6 +130,20 @@ def _expected_shapes(config: ModelConfig, checkpoint: Checkpoint, with_mtp: bool
         name = next(name for name in checkpoint.tensors if name.startswith(MTP_PREFIX))
         raise ConfigError(f"the checkpoint holds {name}, but config.json announces an MTP head of 0 layers")
     return trunk, mtp_shapes(config, checkpoint.tensors) if has_mtp else {}
+
+
+def _check_limits(config: ModelConfig, ops: Ops) -> None:
+    if not config.num_gdn_layers:
+        return
+    for name, size, most in (
+        ("linear_key_head_dim", config.linear_key_head_dim, ops.max_key_dim),
+        ("linear_conv_kernel_dim", config.linear_conv_kernel_dim, ops.max_conv_width),
+    ):
+        if most is not None and size > most:
+            raise ConfigError(
+                f"config.json: {name} {size} is above {most}, the most that the {ops.name} backend can run; "
+                "use another backend"
+            )
 
 
 def _activation_dtype(ops: Ops, dtype: torch.dtype | None) -> torch.dtype:

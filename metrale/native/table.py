@@ -7,8 +7,8 @@ import torch
 from metrale.kernels.ops import Ops
 from metrale.native.attention import attention_prefill, attention_verify
 from metrale.native.build import library
-from metrale.native.conv import conv_prefill, conv_verify
-from metrale.native.gdn import gdn_chunk, gdn_verify
+from metrale.native.conv import MOST_TAPS, conv_prefill, conv_verify
+from metrale.native.gdn import MOST_KEY_DIM, gdn_chunk, gdn_verify
 from metrale.native.linear import linear
 from metrale.native.moe import moe
 from metrale.native.norms import gated_rms_norm, rms_norm
@@ -36,4 +36,6 @@ def ops() -> Ops:
         moe=moe,
         masked_argmax=masked_argmax,
         gumbel=gumbel,
+        max_key_dim=MOST_KEY_DIM,
+        max_conv_width=MOST_TAPS,
     )

@@ -53,13 +53,15 @@ def conv_verify(
             )
         rows = projected[group.first_row : group.first_row + group.num_rows, :num_channels]
         mixed.append(_convolve(rows, conv_weight, ring_x, group))
-        positions = torch.arange(group.start, group.start + group.num_rows)
+        positions = torch.arange(group.start, group.start + group.num_rows, device=projected.device)
         ring_x[group.slot, positions % ring_x.shape[1]] = rows
     q, k, v, g, beta = _activate(
         mixed, projected, neg_exp_a, dt_bias, ring_k.shape[2], ring_k.shape[3], num_channels
     )
     for group in groups.host:
-        at = torch.arange(group.start, group.start + group.num_rows) % ring_k.shape[1]
+        at = (
+            torch.arange(group.start, group.start + group.num_rows, device=projected.device) % ring_k.shape[1]
+        )
         ring_k[group.slot, at] = k[group.first_row : group.first_row + group.num_rows]
         ring_g[group.slot, at] = g[group.first_row : group.first_row + group.num_rows]
     return q, v, beta
@@ -89,9 +91,8 @@ def conv_prefill(
         mixed.append(_convolve(rows, conv_weight, ring_x, group))
         num_kept = min(group.num_rows, ring_x.shape[1])
         end = group.start + group.num_rows
-        ring_x[group.slot, torch.arange(end - num_kept, end) % ring_x.shape[1]] = rows[
-            group.num_rows - num_kept :
-        ]
+        at = torch.arange(end - num_kept, end, device=projected.device) % ring_x.shape[1]
+        ring_x[group.slot, at] = rows[group.num_rows - num_kept :]
     return _activate(mixed, projected, neg_exp_a, dt_bias, ring_k.shape[2], ring_k.shape[3], num_channels)
 
 
@@ -101,7 +102,7 @@ def _convolve(rows: Tensor, conv_weight: Tensor, ring_x: Tensor, group: HostGrou
     history = rows.new_zeros(width - 1, rows.shape[1])
     num_known = min(width - 1, group.start)
     if num_known:
-        at = torch.arange(group.start - num_known, group.start) % ring_x.shape[1]
+        at = torch.arange(group.start - num_known, group.start, device=rows.device) % ring_x.shape[1]
         history[width - 1 - num_known :] = ring_x[group.slot, at]
     window = torch.cat([history, rows]).float()
     total = window[: rows.shape[0]] * conv_weight[:, 0]

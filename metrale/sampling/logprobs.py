@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -23,10 +24,11 @@ def token_logprobs(row: Tensor, token_id: int, num_top: int) -> dict[int, Logpro
 
     `token_id` (0 to V - 1) comes first in the result, then the top ids by falling logit, the lower id first
     on a tie; an emitted token among them is not repeated. More than V top ids give V. The row is reduced
-    alone, so that its bits do not depend on other rows. A row with +inf has no finite log-softmax: its values
-    are NaN.
+    alone, so that its bits do not depend on other rows. Where ids have +inf they share all of the probability.
     """
-    scores = row.log_softmax(dim=-1)
+    certain = row == torch.inf
+    scores = torch.where(certain, 0.0, -torch.inf) if certain.any() else row
+    scores = scores.log_softmax(dim=-1)
     rank = 1 + int((row > row[token_id]).sum())
     entries = {token_id: Logprob(float(scores[token_id]), rank)}
     num_top = min(num_top, row.shape[0])

@@ -28,6 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking_budget": (None,),
 }
 """Fields that this version refuses, and the values under which they ask for nothing."""
+_PLAIN = (int, float, list, tuple, dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, neutral in _NEUTRAL.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or value not in neutral:
+            if not any(value is each or (type(value) in _PLAIN and value == each) for each in neutral):
                 raise RequestError(f"{name} is not supported yet, leave it at {neutral[0]!r}; got {value!r}")
         self._set("n", _integer("n", self.n, "an integer of at least 1", 1))
         temperature = _number("temperature", self.temperature, "a number of at least 0", 0.0)

@@ -20,6 +20,7 @@ from metrale.sampling.params import SamplingParams
 
 NUCLEUS_WIDTH = 256
 """Top-p orders this many of the highest ids first, and 16 times more while their mass falls short."""
+SUM_BLOCK = 4096
 
 
 class PickRow(NamedTuple):
@@ -119,10 +120,16 @@ def _drop_below_(row: Tensor, threshold: Tensor) -> None:
     row.masked_fill_(row < threshold, -torch.inf)
 
 
+def _sum(values: Tensor) -> Tensor:
+    """Sum of a vector, block by block, since torch would cut a long one into as many parts as it has threads."""
+    tail = -values.shape[0] % SUM_BLOCK
+    return torch.nn.functional.pad(values, (0, tail)).view(-1, SUM_BLOCK).sum(-1).sum()
+
+
 def _nucleus_threshold(row: Tensor, top_p: float) -> Tensor:
     """Lowest logit of the smallest falling prefix whose softmax mass is `top_p` or more, summed in float64."""
     highest = row.amax()
-    mass = top_p * (row.double() - highest).exp().sum()
+    mass = top_p * _sum((row.double() - highest).exp())
     width = min(NUCLEUS_WIDTH, row.shape[0])
     while True:
         leading = row.topk(width).values  # falling

@@ -38,6 +38,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: Pool, drafter: Drafter | None) -> None:
         self.stats = SpeculationStats()
         self.running: dict[SequenceKey, Sequence] = {}
+        self.live: dict[SequenceKey, Sequence] = {}  # whose end nobody was told of yet
         self._waiting: deque[Sequence] = deque()
         self._config = config
         self._pool = pool
@@ -54,6 +55,8 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self.live[sequence.key] = sequence
         self._waiting.append(sequence)
 
     def admit(self) -> None:
@@ -64,11 +67,11 @@ class Scheduler:
             num_positions = sequence.prompt_len + sequence.max_tokens
             if pool.num_pages_for(num_positions) > pool.pages.num_free:
                 return
-            self._waiting.popleft()
             sequence.slot, sequence.pages = pool.acquire(num_positions)
             sequence.order = self._num_admitted
             self._num_admitted += 1
             self.running[sequence.key] = sequence
+            self._waiting.popleft()
 
     def plan(self, only: Collection[SequenceKey] | None = None, drafting: bool = True) -> StepPlan:
         """The next step's rows, for all running sequences or for those in `only`."""
@@ -134,13 +137,30 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.release(sequence.key)
 
-    def abort(self, request_id: int) -> list[Sequence]:
+    def abort(self, request_id: int) -> list[Event]:
         """End every sample of a request with "abort"."""
         ended = [s for s in (*self.running.values(), *self._waiting) if s.request_id == request_id]
+        events = []
         for sequence in ended:
-            _flush(sequence)
+            events.append(Event(sequence, (), (), _flush(sequence), "abort"))
             self.finish(sequence, "abort")
-        return ended
+        return events
+
+    def repair(self, broken: Collection[SequenceKey], error: str) -> Iterator[Event]:
+        """Put right what was cut off at any point: `broken` sequences end with "error", as do those that are neither
+        queued nor running; whoever runs keeps slot and pages, and all others are free."""
+        for key in broken:
+            self.running.pop(key, None)
+        self._waiting = deque(s for s in self._waiting if s.key not in self.running and s.key not in broken)
+        waiting = {sequence.key for sequence in self._waiting}
+        lost = [s for key, s in self.live.items() if key not in self.running and key not in waiting]
+        self._pool.reclaim([(s.slot, s.pages) for s in self.running.values()])
+        for sequence in lost:
+            if self._drafter is not None:
+                self._drafter.release(sequence.key)
+            sequence.slot, sequence.pages = -1, []
+            sequence.finish_reason, sequence.stop_reason, sequence.error = "error", None, error
+            yield Event(sequence, (), (), "", "error")
 
 
 def _flush(sequence: Sequence) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -107,13 +107,21 @@ class Pool:
         pages = self.pages.take(self.num_pages_for(num_positions))
         slot = self.slots.take()
         self.reset(slot)
-        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.page_table[slot, : len(pages)] = torch.tensor(
+            pages, dtype=torch.int32, device=self.page_table.device
+        )
         return slot, pages
 
     def release(self, slot: int, pages: list[int]) -> None:
+        """End an owner's hold. Raises CapacityError for what is not held."""
         self.reset(slot)
         self.slots.release(slot)
         self.pages.release(pages)
+
+    def reclaim(self, owners: Collection[tuple[int, list[int]]]) -> None:
+        """Free every slot and page but those of `owners`, whose (slot, pages) stay as they are."""
+        self.slots.reclaim({slot for slot, _ in owners})
+        self.pages.reclaim({page for _, pages in owners for page in pages})
 
     def reset(self, slot: int) -> None:
         """Back to position 0, for a new owner or a prompt that starts over."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from metrale.errors import CapacityError
 
@@ -12,12 +12,17 @@ class SlotAllocator:
     """Hands out slots 0 .. num_slots - 1, the lowest free one first."""
 
     def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots))
-        self._used: set[int] = set()
+        self._num_slots = num_slots
+        self.reclaim(())
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def reclaim(self, used: Collection[int]) -> None:
+        """Free every slot but those in `used`."""
+        self._used = set(used)
+        self._free = [slot for slot in range(self._num_slots) if slot not in self._used]
 
     def take(self) -> int:
         """A slot nobody holds. Raises CapacityError when there is none."""
@@ -43,12 +48,17 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, order: Iterable[int] | None = None) -> None:
-        self._free = list(range(num_pages) if order is None else order)[::-1]
-        self._used: set[int] = set()
+        self._order = tuple(range(num_pages) if order is None else order)
+        self.reclaim(())
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def reclaim(self, used: Collection[int]) -> None:
+        """Free every page but those in `used`."""
+        self._used = set(used)
+        self._free = [page for page in reversed(self._order) if page not in self._used]
 
     def take(self, count: int) -> list[int]:
         """`count` pages, all or none. Raises CapacityError when fewer are free."""

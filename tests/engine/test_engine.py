@@ -130,7 +130,9 @@ def test_abort_between_steps(victim: int, num_steps: int) -> None:
     seen: list[int] = []
     for _ in range(num_steps):
         seen += [e.sequence.request_id for e in engine.step() if e.finish_reason]
-    ended = engine.abort(ids[victim])
+    engine.abort(ids[victim])
+    ended = [event.sequence for event in engine.outbox]
+    engine.outbox.clear()
     assert [(s.request_id, s.finish_reason) for s in ended] == ([] if victim in seen else [(victim, "abort")])
     late = engine.add_request((6, 7, 8), greedy(max_tokens=14))
     engine.abort(12345)
@@ -306,6 +308,27 @@ def test_torch_s_default_dtype_changes_no_bit(backend: str) -> None:
             torch.set_default_dtype(torch.float32)
     assert outputs[0] == outputs[1] == outputs[2]
     assert outputs[0][0].error is None
+
+
+def test_torch_s_modes_change_no_bit(random_model: Path) -> None:
+    """Built or used under whatever the caller has switched on."""
+    requests = some_requests(3)
+    expected = tokens(run(hybrid(random_model), requests))
+    with torch.inference_mode():
+        engine = hybrid(random_model)
+    assert tokens(run(engine, requests)) == expected
+    for mode in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta")):
+        with mode:
+            assert tokens(run(engine, requests)) == expected
+
+
+def test_more_state_than_memory_is_a_clear_error(random_model: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="no memory for the state of max_num_seqs 3 sequences at fold_threshold 1"
+    ):
+        hybrid(random_model, fold_threshold=10**12)
+    with pytest.raises(ConfigError, match="max_num_seqs must be 1 to 65536"):
+        make_engine(Target(), max_num_seqs=10**9)
 
 
 def test_without_a_wish_the_context_is_what_fits() -> None:

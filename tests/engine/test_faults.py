@@ -24,7 +24,6 @@ from metrale.engine.engine import Engine
 from metrale.kernels.ops import Ops
 from metrale.sampling.params import SamplingParams
 from metrale.scheduler.scheduler import Event
-from metrale.telemetry.statistics import SpeculationStats
 from tests.engine.schedules import committed_state, poison
 from tests.engine.scripted import Target, cycle, drafting, emitted, finish, greedy, make_engine, run, scripted
 
@@ -366,40 +365,104 @@ class Interrupted(Target):
         return hidden
 
 
-@pytest.mark.parametrize("at", range(1, 30))
-def test_an_interrupt_between_commit_and_apply_ends_only_what_it_met(at: int) -> None:
-    """Nothing waits for ever, and whoever goes on says what he would have said."""
+# Interrupts between the host's own statements
+
+
+@contextmanager
+def interrupted(owner: Any, name: str, at: int, *, is_after: bool) -> Iterator[None]:
+    """A user's interrupt before or after the work of call `at` of a method."""
+    sound, calls = getattr(owner, name), 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and not is_after:
+            raise KeyboardInterrupt
+        result = sound(*args, **kwargs)
+        if calls == at:
+            raise KeyboardInterrupt
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize(
+    "place",
+    ["stats.record", "pool.acquire", "pool.release", "slots.release", "pages.release", "scheduler.finish"],
+)
+def test_an_interrupt_of_the_bookkeeping_ends_only_what_it_met(place: str, at: int, is_after: bool) -> None:
+    """Nothing waits for ever, no slot or page is lost, and whoever goes on says what he would have said."""
     expected = plain()
     target = Target()
     engine = make_engine(target, depth=3, drafter=drafting(target, cycle((3, 1), (3, 3))), max_num_seqs=3)
+    owner, name = {
+        "stats.record": (engine.scheduler.stats, "record"),
+        "pool.acquire": (engine.pool, "acquire"),
+        "pool.release": (engine.pool, "release"),
+        "slots.release": (engine.pool.slots, "release"),
+        "pages.release": (engine.pool.pages, "release"),
+        "scheduler.finish": (engine.scheduler, "finish"),
+    }[place]
+    num_pages = engine.pool.pages.num_free
     ids = [engine.add_request(*request) for request in requests_of()]
-    record, calls = SpeculationStats.record, 0
-
-    def interrupted(self: SpeculationStats, *counts: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise KeyboardInterrupt
-        record(self, *counts)
 
     def go_on() -> None:
         while engine.has_work:
-            engine.step()
+            engine.advance()
 
-    with mock.patch.object(SpeculationStats, "record", interrupted), pytest.raises(KeyboardInterrupt):
+    with interrupted(owner, name, at, is_after=is_after), pytest.raises(KeyboardInterrupt):
         go_on()
-    told: list[Event] = []
-    while engine.has_work:
-        told += engine.step()
-    told += engine.step()
-    ends = {e.sequence.request_id: e.sequence for e in told if e.finish_reason}
-    broken = [s for s in ends.values() if s.finish_reason == "error"]
-    assert 1 <= len(broken) <= 3
-    assert all("KeyboardInterrupt" in (s.error or "") for s in broken)
+    go_on()
+    told = [e for e in engine.outbox if e.finish_reason]
+    assert sorted(e.sequence.request_id for e in told) == ids, "one end each"
+    by_id = {e.sequence.request_id: e.sequence for e in told}
+    broken = [s for s in by_id.values() if s.finish_reason == "error"]
+    assert len(broken) <= 3
+    assert {s.error for s in broken} <= {"an interrupt stopped this request in mid-step"}
     for number, i in enumerate(ids):
-        if i in ends and ends[i].finish_reason != "error":
-            assert emitted(ends[i]) == expected[number]
+        if by_id[i].finish_reason != "error":
+            assert emitted(by_id[i]) == expected[number]
+            mine = [t for e in engine.outbox if e.sequence is by_id[i] for t in e.token_ids]
+            assert mine == expected[number]
     assert engine.pool.slots.num_free == engine.pool.num_slots
+    assert engine.pool.pages.num_free == num_pages
+    assert not engine.scheduler.live
+    assert [emitted(s) for s in run(engine, requests_of())] == expected
+
+
+@pytest.mark.parametrize("victim", range(5))
+@pytest.mark.parametrize("name", ["propose", "commit"])
+def test_an_abort_in_the_middle_of_a_step_waits_for_its_end(name: str, victim: int) -> None:
+    """A collected iterator or a signal handler may ask for it anywhere."""
+    expected = plain()
+    target = Target()
+    inner = drafting(target, cycle((3, 1), (3, 3)))
+    engine = make_engine(target, depth=3, drafter=inner, max_num_seqs=3)
+    ids = [engine.add_request(*request) for request in requests_of()]
+    assert engine.drafter is not None
+    sound, calls = getattr(engine.drafter.inner, name), 0
+
+    def abort_and_go_on(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            engine.abort(ids[victim])
+        return sound(*args)
+
+    with mock.patch.object(engine.drafter.inner, name, abort_and_go_on):
+        while engine.has_work:
+            engine.advance()
+    ended = {e.sequence.request_id: e.sequence for e in engine.outbox if e.finish_reason}
+    assert [ended[i].finish_reason for i in ids] == [
+        "abort" if n == victim else "length" for n in range(len(ids))
+    ]
+    for number, i in enumerate(ids):
+        if number != victim:
+            assert emitted(ended[i]) == expected[number]
+    assert engine.drafter._lost == set()
 
 
 @pytest.mark.parametrize("at", range(1, 8))

@@ -51,13 +51,13 @@ def expected(max_tokens: int = 12) -> list[tuple[int, ...]]:
 
 def impatient(llm: LLM) -> LLM:
     """A step of an engine without work is an error here: a caller would wait for ever."""
-    step = llm.engine.step
+    advance = llm.engine.advance
 
-    def checked() -> Any:
+    def checked() -> None:
         assert llm.engine.has_work, "stepping an engine that has nothing to do"
-        return step()
+        advance()
 
-    llm.engine.step = checked  # type: ignore[method-assign]
+    llm.engine.advance = checked  # type: ignore[method-assign]
     return llm
 
 
@@ -129,17 +129,17 @@ def test_a_call_that_is_broken_off_leaves_nothing_behind() -> None:
         pass
 
     llm = make_llm()
-    step = llm.engine.step
+    advance = llm.engine.advance
     count = 0
 
-    def interrupted() -> Any:
+    def interrupted() -> None:
         nonlocal count
         count += 1
         if count == 3:
             raise Stop
-        return step()
+        advance()
 
-    with mock.patch.object(llm.engine, "step", interrupted), pytest.raises(Stop):
+    with mock.patch.object(llm.engine, "advance", interrupted), pytest.raises(Stop):
         llm.generate(PROMPTS, greedy(max_tokens=12), use_tqdm=False)
     assert not llm.engine.has_work
     assert llm.engine.pool.slots.num_free == 3
@@ -197,6 +197,33 @@ def test_generate_while_a_stream_is_open() -> None:
     chunks += stream
     assert out.outputs[0].token_ids == expected()[1]
     assert joined(chunks) == expected()[0]
+
+
+def test_an_abort_at_the_engine_ends_the_stream() -> None:
+    llm = impatient(make_llm())
+    stream = llm.stream(PROMPTS[1], greedy(max_tokens=12))
+    first = next(stream)
+    llm.engine.abort(0)
+    rest = list(stream)
+    assert [chunk.finish_reason for chunk in (first, *rest)][-1] == "abort"
+    tokens = joined([first, *rest])
+    assert tokens == expected()[1][: len(tokens)]
+
+
+def test_a_lost_request_is_an_error_and_no_endless_wait() -> None:
+    llm = make_llm()
+    stream = llm.stream(PROMPTS[1], greedy(max_tokens=12))
+    next(stream)
+    llm.engine.outbox.clear()
+    llm.engine.scheduler.running.clear()
+    with pytest.raises(RuntimeError, match="request 0 is lost"):
+        list(stream)
+
+
+@pytest.mark.parametrize("prompt", [b"abc", [b"abc"], bytearray(b"abc")])
+def test_bytes_are_no_prompt(prompt: Any) -> None:
+    with pytest.raises(RequestError, match="text"):
+        make_llm().generate(prompt, greedy(max_tokens=1), use_tqdm=False)
 
 
 def test_unknown_options_name_the_nearest() -> None:

@@ -186,3 +186,22 @@ def test_norm_equals_the_operator_before(num_rows: int, groups: int, dtype: torc
 def test_refuses_a_norm_of_another_width() -> None:
     with pytest.raises(ValueError, match="linear: norm: expected contiguous float32, 40 scales"):
         linear(randn(2, 40), weight_of(8, 40, torch.float32), 2, norm=randn(39), eps=1e-6)
+
+
+def test_threads_treat_denormals_as_the_caller_does() -> None:
+    """The mode is a thread's own, and workers were started before it changed."""
+    x, weight = torch.full((4, 256), 1e-20), torch.full((4096, 256), 1e-20)
+    torch.set_num_threads(2)
+    for _ in range(20):
+        linear(x, weight, 4)
+    kept = linear(x, weight, 4)
+    assert torch.set_flush_denormal(True)
+    try:
+        torch.set_num_threads(1)
+        expected = linear(x, weight, 4)
+        torch.set_num_threads(2)
+        assert all(torch.equal(linear(x, weight, 4), expected) for _ in range(100))
+    finally:
+        torch.set_flush_denormal(False)
+    assert kept.min() > 0.0
+    assert torch.equal(linear(x, weight, 4), kept)

@@ -167,7 +167,7 @@ def test_abort_ends_every_sample_of_one_request(request_id: int) -> None:
     for sequence in sequences:
         scheduler.add(sequence)
     scheduler.admit()
-    ended = scheduler.abort(request_id)
+    ended = [event.sequence for event in scheduler.abort(request_id)]
     expected = [s for s in sequences if s.request_id == request_id]
     assert sorted(s.key for s in ended) == [s.key for s in expected]
     assert all(s.finish_reason == "abort" for s in expected)
@@ -288,7 +288,7 @@ def test_ten_thousand_events() -> None:
             del alive[sequence.request_id]
         elif event < 0.8 and alive:
             victim = rng.choice(list(alive))
-            assert [s.request_id for s in scheduler.abort(victim)] == [victim]
+            assert [e.sequence.request_id for e in scheduler.abort(victim)] == [victim]
             del alive[victim]
         scheduler.admit()
         running = list(scheduler.running.values())

@@ -21,6 +21,23 @@ enum { WATCH_NANOSECONDS = 200000, PAUSES_PER_LOOK = 16, PAUSES_BEFORE_YIELD = 2
 #define PAUSE() (void)0
 #endif
 
+// Rounding and the treatment of denormals: a worker computes as its caller does, or who takes which piece
+// would show.
+#if defined(__x86_64__)
+static uint64_t float_mode(void) { return __builtin_ia32_stmxcsr(); }
+static void set_float_mode(uint64_t mode) { __builtin_ia32_ldmxcsr((unsigned)mode); }
+#elif defined(__aarch64__)
+static uint64_t float_mode(void) {
+  uint64_t mode;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+static void set_float_mode(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+static uint64_t float_mode(void) { return 0; }
+static void set_float_mode(uint64_t mode) { (void)mode; }
+#endif
+
 // The ticket holds a job's number, how many workers may help, how many pieces it has and which is next, so
 // that one exchange takes a piece of exactly the job that was looked at.
 typedef uint64_t ticket;
@@ -49,6 +66,7 @@ static struct {
 static _Atomic ticket current;
 static _Atomic(piece) current_work;
 static _Atomic(const void *) current_context;
+static _Atomic uint64_t current_mode;
 static _Atomic int64_t finished;
 static int64_t num_workers;  // guarded by in_use
 static uint64_t num_jobs;    // guarded by in_use
@@ -65,8 +83,10 @@ static void take_pieces(int64_t worker) {
     ticket t = atomic_load(&current);
     piece work = atomic_load_explicit(&current_work, memory_order_relaxed);
     const void *context = atomic_load_explicit(&current_context, memory_order_relaxed);
+    uint64_t mode = atomic_load_explicit(&current_mode, memory_order_relaxed);
     if (!is_wanted(t, worker)) return;
     if (!atomic_compare_exchange_strong(&current, &t, t + 1)) continue;
+    if (worker != CALLER) set_float_mode(mode);
     work(context, next_piece(t));
     atomic_fetch_add_explicit(&finished, 1, memory_order_release);
   }
@@ -145,6 +165,7 @@ void run_pieces(piece work, const void *context, int64_t count, int64_t threads)
   if (num_workers < threads - 1) start_workers(threads - 1);
   atomic_store_explicit(&current_work, work, memory_order_relaxed);
   atomic_store_explicit(&current_context, context, memory_order_relaxed);
+  atomic_store_explicit(&current_mode, float_mode(), memory_order_relaxed);
   atomic_store_explicit(&finished, 0, memory_order_relaxed);
   atomic_store(&current, ticket_of(++num_jobs, (uint64_t)threads - 1, (uint64_t)count));
   wake_workers(threads - 1);
