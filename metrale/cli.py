@@ -156,21 +156,21 @@ def generate(
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Drafts a step. [default: {SpeculativeConfig.num_speculative_tokens}]",
+            help=f"Drafts a step. (default: {SpeculativeConfig.num_speculative_tokens})",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
     prompt_lookup_max: Annotated[
         int | None,
         typer.Option(
-            help=f"Longest suffix that ngram matches. [default: {SpeculativeConfig.prompt_lookup_max}]",
+            help=f"Longest suffix that ngram matches. (default: {SpeculativeConfig.prompt_lookup_max})",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
     prompt_lookup_min: Annotated[
         int | None,
         typer.Option(
-            help=f"Shortest suffix that ngram matches. [default: {SpeculativeConfig.prompt_lookup_min}]",
+            help=f"Shortest suffix that ngram matches. (default: {SpeculativeConfig.prompt_lookup_min})",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
@@ -302,7 +302,7 @@ def info(
     model: Annotated[str, typer.Argument(help='"tiny", a directory, or a Hub repository.')] = "tiny",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences at once.")] = EngineConfig.max_num_seqs,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and output. [default: the model's context]")
+        int | None, typer.Option(help="Most tokens of prompt and output. (default: the model's context)")
     ] = EngineConfig.max_model_len,
     num_speculative_tokens: Annotated[
         int, typer.Option(help="Drafts a step; the state's rings grow with it.")

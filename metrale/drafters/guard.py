@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from operator import index
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ class GuardedDrafter:
     def propose(self, asks: Seq[Ask]) -> list[Draft]:
         followed = [ask for ask in asks if ask.sequence.key not in self._lost]
         try:
-            drafts = self.inner.propose(followed)
+            drafts = [_plain(draft) for draft in self.inner.propose(followed)]
             if len(drafts) != len(followed):
                 raise ValueError(f"propose gave {len(drafts)} drafts for {len(followed)} asks")
         except Exception as error:
@@ -68,3 +69,8 @@ class GuardedDrafter:
         for key in keys:
             with suppress(Exception):
                 self.inner.release(key)
+
+
+def _plain(draft: Draft) -> Draft:
+    """Its tokens as integers of the interpreter's own, whose comparisons are to be trusted."""
+    return Draft(tuple(int(index(token)) for token in draft.token_ids))

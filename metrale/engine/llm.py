@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
+from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
@@ -42,7 +43,8 @@ class LLM:
         drafter: makes a drafter of your own in place of the method's, as `metrale.engine.engine.Engine` says.
         options: the other fields of `metrale.config.EngineConfig`.
 
-    Raises ConfigError, which names the field and the fix. One thread at a time may call an LLM.
+    Raises ConfigError, which names the field and the fix. Threads may share an LLM: their requests run side by side.
+    A process that forks should leave torch at one thread, or make the LLM after the fork.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class LLM:
         config = EngineConfig.from_options(model=model, speculative_config=speculative_config, **options)
         self.engine = Engine(config, drafter)
         self._boxes: dict[int, _Box] = {}
+        # reentrant: an iterator that is collected in the middle of a step aborts its request from there
+        self._lock = RLock()
 
     def generate(
         self,
@@ -126,30 +130,37 @@ class LLM:
         ids: list[int] = []
         try:
             for token_ids, params in requests:
-                ids.append(self.engine.add_request(token_ids, params))
-                self._boxes[ids[-1]] = _Box(params.n)
+                with self._lock:
+                    ids.append(self.engine.add_request(token_ids, params))
+                    self._boxes[ids[-1]] = _Box(params.n)
             yield ids
         finally:
             for request_id in ids:
-                box = self._boxes.pop(request_id, None)
-                if box is None or box.num_running:
-                    self.engine.abort(request_id)
+                with self._lock:
+                    box = self._boxes.pop(request_id, None)
+                    if box is None or box.num_running:
+                        self.engine.abort(request_id)
 
     def _events(self, request_id: int) -> Iterator[Event]:
         """A request's events until its last sample ends. Steps serve all open requests: what they emit goes to their boxes."""
         box = self._boxes[request_id]
         while box.num_running:
             while not box.events:
-                if not self.engine.outbox:
-                    if not self.engine.has_work:
-                        raise RuntimeError(
-                            f"request {request_id} is lost: nothing is left to do and it has not ended"
-                        )
-                    self.engine.advance()
-                self._deliver()
+                with self._lock:
+                    self._advance(box, request_id)
             event = box.events.popleft()
             box.num_running -= event.finish_reason is not None
             yield event
+
+    def _advance(self, box: _Box, request_id: int) -> None:
+        """A step, unless another thread's brought what this one waits for, and its events to their boxes."""
+        if not self.engine.outbox and not box.events:
+            if not self.engine.has_work:
+                raise RuntimeError(
+                    f"request {request_id} is lost: nothing is left to do and it has not ended"
+                )
+            self.engine.advance()
+        self._deliver()
 
     def _deliver(self) -> None:
         """Events from the engine to their boxes; an interrupt loses none, for it falls after a call, and none is between."""

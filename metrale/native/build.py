@@ -67,7 +67,9 @@ def library() -> ctypes.CDLL:
     """The compiled kernels, from the cache or built now. Raises ConfigError with the compiler's own words."""
     compiler = find_compiler()
     if compiler is None:
-        raise ConfigError(f"backend 'cpu': no C compiler found; {HINT}")
+        named = c_compiler()
+        what = f"CC names no compiler: {named!r}" if named else "no C compiler found"
+        raise ConfigError(f"backend 'cpu': {what}; {HINT}")
     sources = sorted(SOURCE_DIR.glob("*.c"))
     machine_flags, target = _probe(compiler)
     flags = (*FLAGS, *machine_flags)
@@ -93,7 +95,9 @@ def _probe(compiler: list[str]) -> tuple[tuple[str, ...], str]:
         if done.returncode == 0:
             return machine_flags, done.stdout
         message = message or done.stderr
-    raise ConfigError(f"backend 'cpu': {compiler[0]} does not work: {message.strip()}; {HINT}")
+    raise ConfigError(
+        f"backend 'cpu': {compiler[0]} does not work: {message.strip() or 'it says nothing'}; {HINT}"
+    )
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

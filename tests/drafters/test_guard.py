@@ -105,6 +105,27 @@ def test_the_next_owner_of_a_key_starts_afresh() -> None:
     assert drafts(guard, ONE) == [(1,)]
 
 
+class Liar(int):
+    """Equal to every other number."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+def test_tokens_are_plain_integers() -> None:
+    inner = Recorder()
+    inner.propose = lambda asks: [Draft((Liar(7),))]  # type: ignore[method-assign]
+    ((token,),) = drafts(GuardedDrafter(inner), ONE)
+    assert (type(token), token) == (int, 7)
+    inner.propose = lambda asks: [Draft(("7",))]  # type: ignore[method-assign, arg-type]
+    assert drafts(GuardedDrafter(inner), ONE) == [()]
+
+
 @pytest.mark.parametrize("given", [[], [Draft((7,)), Draft((8,))], None])
 def test_a_wrong_number_of_drafts_is_a_fault(given: list[Draft] | None) -> None:
     inner = Recorder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -197,6 +198,24 @@ def test_generate_while_a_stream_is_open() -> None:
     chunks += stream
     assert out.outputs[0].token_ids == expected()[1]
     assert joined(chunks) == expected()[0]
+
+
+def test_threads_share_one_llm() -> None:
+    llm = make_llm()
+    got: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        for _ in range(4):
+            outs = llm.generate(PROMPTS, greedy(max_tokens=12), use_tqdm=False)
+            got[number] = [out.outputs[0].token_ids for out in outs]
+
+    threads = [Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert got == {number: expected() for number in range(4)}
+    assert not llm.engine.has_work
 
 
 def test_an_abort_at_the_engine_ends_the_stream() -> None:

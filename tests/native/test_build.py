@@ -72,7 +72,7 @@ def test_processes_share_an_empty_cache(cache: Path) -> None:
 
 def test_no_compiler_is_a_clear_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(ConfigError, match="no C compiler found; choose backend='torch'"):
+    with pytest.raises(ConfigError, match="CC names no compiler: 'no-such-compiler'; choose backend='torch'"):
         load()
     monkeypatch.setenv("CC", " ")
     assert build.find_compiler() is None
