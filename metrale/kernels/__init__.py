@@ -1,1 +1,1 @@
-"""What every backend shares: the table of operators, and the row groups that operators take."""
+"""The table of operators, the row groups that they take and, one operator a file, their Triton kernels."""

@@ -65,6 +65,17 @@ class Groups:
     def num_rows(self) -> int:
         return self.host[-1].first_row + self.host[-1].num_rows if self.host else 0
 
+    def tiles(self, height: int) -> Tensor:
+        """Every group cut into tiles of `height` rows: (group, tile) pairs, int32 [tiles, 2]."""
+        pairs = [
+            part
+            for n, group in enumerate(self.host)
+            for tile in range(-(-group.num_rows // height))
+            for part in (n, tile)
+        ]
+        (packed,) = index_tensors(pairs, (len(pairs),), torch.int32, self.slots.device)
+        return packed.view(-1, 2)
+
     @staticmethod
     def of(slots_starts_rows: Sequence[tuple[int, int, int]], page_table: Tensor) -> Groups:
         """Groups from (slot, start, num_rows) triples in slot order and their page table [N, max_pages]."""

@@ -1,0 +1,226 @@
+"""`gdn_verify` in Triton: replay, fold when due, verify, in one launch a layer."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from metrale.kernels.groups import Groups
+from metrale.kernels.launch import ceil_div, check, launch, next_power_of_2, only_if
+
+CONFIGS = {16: (16, 1), 32: (32, 2), 64: (32, 4), 128: (32, 4), 256: (32, 8)}
+"""Rows of a value tile and warps, by the padded key dimension: about 32 state registers a thread, no spill."""
+
+
+def tile_of(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """Value rows of one program, and its warps. A function of the head's shape alone."""
+    padded = max(16, next_power_of_2(key_dim))
+    block_dv, num_warps = CONFIGS[padded]
+    return min(block_dv, max(16, next_power_of_2(value_dim))), num_warps
+
+
+def num_tiles(key_dim: int, value_dim: int) -> int:
+    """Programs a head, each of which keeps its own `num_folded`."""
+    return ceil_div(value_dim, tile_of(key_dim, value_dim)[0])
+
+
+@triton.jit(
+    do_not_specialize=["ring_len", "fold_threshold"],
+    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "cu_rows_ptr"],
+)
+def _gdn_verify_kernel(
+    q_ptr,
+    v_ptr,
+    beta_ptr,
+    ring_k_ptr,
+    ring_u_ptr,
+    ring_g_ptr,
+    ssm_ptr,
+    num_folded_ptr,
+    slots_ptr,
+    starts_ptr,
+    cu_rows_ptr,
+    out_ptr,
+    ring_len,
+    fold_threshold,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+):
+    i_head = tl.program_id(0)
+    i_tile = tl.program_id(1)
+    i_group = tl.program_id(2)
+    i_key_head = i_head // (NUM_VALUE_HEADS // NUM_KEY_HEADS)
+    slot = tl.load(slots_ptr + i_group).to(tl.int64)
+    start = tl.load(starts_ptr + i_group)
+    first_row = tl.load(cu_rows_ptr + i_group)
+    num_rows = tl.load(cu_rows_ptr + i_group + 1) - first_row
+    p_folded = num_folded_ptr + (slot * NUM_VALUE_HEADS + i_head) * NUM_TILES + i_tile
+    folded = tl.load(p_folded)
+
+    offs_k = tl.arange(0, BLOCK_DK)
+    offs_v = i_tile * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    mask_k = offs_k < KEY_DIM
+    mask_v = offs_v < VALUE_DIM
+    mask_state = mask_v[:, None] & mask_k[None, :]
+    p_state = (
+        ssm_ptr
+        + ((slot * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v[:, None]) * KEY_DIM
+        + offs_k[None, :]
+    )
+    state = tl.load(p_state, mask=only_if(folded > 0, mask_state), other=0.0)
+
+    # ring rows of this slot; one row a position
+    p_k = ring_k_ptr + (slot * ring_len * NUM_KEY_HEADS + i_key_head) * KEY_DIM + offs_k
+    p_u = ring_u_ptr + (slot * ring_len * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v
+    p_g = ring_g_ptr + slot * ring_len * NUM_VALUE_HEADS + i_head
+
+    at = (folded % ring_len).to(tl.int64)
+    is_row = folded < start + num_rows
+    is_pending = folded < start
+    key = tl.load(p_k + at * (NUM_KEY_HEADS * KEY_DIM), mask=only_if(is_row, mask_k), other=0.0).to(
+        tl.float32
+    )
+    decay = tl.load(p_g + at * NUM_VALUE_HEADS, mask=is_row, other=0.0)
+    delta = tl.load(p_u + at * (NUM_VALUE_HEADS * VALUE_DIM), mask=only_if(is_pending, mask_v), other=0.0)
+    for position in range(folded, start):
+        at += 1
+        at = tl.where(at == ring_len, 0, at)
+        is_row = position + 1 < start + num_rows
+        is_pending = position + 1 < start
+        next_key = tl.load(p_k + at * (NUM_KEY_HEADS * KEY_DIM), mask=only_if(is_row, mask_k), other=0.0)
+        next_decay = tl.load(p_g + at * NUM_VALUE_HEADS, mask=is_row, other=0.0)
+        next_delta = tl.load(
+            p_u + at * (NUM_VALUE_HEADS * VALUE_DIM), mask=only_if(is_pending, mask_v), other=0.0
+        )
+        state = tl.fma(delta[:, None], key[None, :], state * tl.exp(decay))
+        key, decay, delta = next_key.to(tl.float32), next_decay, next_delta
+
+    num_pending = start - folded
+    if (num_pending > 0) & (num_pending + num_rows > fold_threshold):
+        tl.store(p_state, state, mask=mask_state)
+        tl.store(p_folded, start)
+
+    row = first_row.to(tl.int64)
+    p_q = q_ptr + (row * NUM_KEY_HEADS + i_key_head) * KEY_DIM + offs_k
+    p_v = v_ptr + (row * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v
+    p_out = out_ptr + (row * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v
+    p_beta = beta_ptr + row * NUM_VALUE_HEADS + i_head
+    is_row = num_rows > 0
+    query = tl.load(p_q, mask=only_if(is_row, mask_k), other=0.0).to(tl.float32)
+    value = tl.load(p_v, mask=only_if(is_row, mask_v), other=0.0).to(tl.float32)
+    strength = tl.load(p_beta, mask=is_row, other=0.0)
+    for i in range(num_rows):
+        here = at
+        at += 1
+        at = tl.where(at == ring_len, 0, at)
+        p_q += NUM_KEY_HEADS * KEY_DIM
+        p_v += NUM_VALUE_HEADS * VALUE_DIM
+        p_beta += NUM_VALUE_HEADS
+        is_row = i + 1 < num_rows
+        next_key = tl.load(p_k + at * (NUM_KEY_HEADS * KEY_DIM), mask=only_if(is_row, mask_k), other=0.0)
+        next_decay = tl.load(p_g + at * NUM_VALUE_HEADS, mask=is_row, other=0.0)
+        next_query = tl.load(p_q, mask=only_if(is_row, mask_k), other=0.0)
+        next_value = tl.load(p_v, mask=only_if(is_row, mask_v), other=0.0)
+        next_strength = tl.load(p_beta, mask=is_row, other=0.0)
+        state = state * tl.exp(decay)
+        delta = strength * (value - tl.sum(state * key[None, :], axis=1))
+        tl.store(p_u + here * (NUM_VALUE_HEADS * VALUE_DIM), delta, mask=mask_v)
+        state = tl.fma(delta[:, None], key[None, :], state)
+        out = tl.sum(state * query[None, :], axis=1)
+        tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=mask_v)
+        p_out += NUM_VALUE_HEADS * VALUE_DIM
+        key, decay = next_key.to(tl.float32), next_decay
+        query, value, strength = next_query.to(tl.float32), next_value.to(tl.float32), next_strength
+
+
+def gdn_verify(
+    q: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ring_k: Tensor,
+    ring_u: Tensor,
+    ring_g: Tensor,
+    ssm: Tensor,
+    num_folded: Tensor,
+    groups: Groups,
+    fold_threshold: int,
+) -> Tensor:
+    """Replay the pending rows of each group's slot, fold them when due, run the new rows: one launch.
+
+    | tensor | shape | dtype | dir | meaning |
+    | --- | --- | --- | --- | --- |
+    | q | [T, Hk, dk] | activation | in | normalised, scaled queries of the new rows |
+    | v | [T, Hv, dv] | activation | in | values |
+    | beta | [T, Hv] | float32 | in | write strengths |
+    | ring_k | [S, W, Hk, dk] | activation | in | normalised keys, row p at p mod W; the new rows are in already |
+    | ring_u | [S, W, Hv, dv] | float32 | inout | deltas u = beta (v - S k); the new rows are written |
+    | ring_g | [S, W, Hv] | float32 | in | log decays |
+    | ssm | [S, Hv, dv, dk] | float32 | inout | state after row num_folded - 1; stored only by a fold |
+    | num_folded | [S, Hv, tiles] | int32 | inout | rows in `ssm`; a fold sets it to `start`; tiles = num_tiles(dk, dv) |
+    | result | [T, Hv, dv] | activation | out | S q after each row's update |
+
+    A program owns `tile_of(dk, dv)` value rows of one head: it loads its part of the state once, replays
+    S = fma(u, k, S exp(g)) from the ring, stores the state if a fold is due, and runs the new rows while the next row's
+    inputs load. A replayed row has the bits of its first run, since neither holds a reduction between the two.
+
+    Requires: contiguous 16-byte aligned tensors; pending + new rows <= W; group positions below 2^31.
+    Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), equation 10.
+    """
+    num_rows, num_key_heads, key_dim = q.shape
+    num_slots, ring_len = ring_k.shape[:2]
+    num_value_heads, value_dim = v.shape[1:]
+    block_dv, num_warps = tile_of(key_dim, value_dim)
+    tiles = ceil_div(value_dim, block_dv)
+    dtypes, f32 = (q.dtype,), (torch.float32,)
+    if groups.num_rows != num_rows or num_value_heads % num_key_heads:
+        raise ValueError(
+            f"gdn_verify: q: expected {groups.num_rows} rows of heads that divide {num_value_heads}, got {list(q.shape)}"
+        )
+    for name, tensor, shape, kinds in (
+        ("q", q, (num_rows, num_key_heads, key_dim), (torch.float32, torch.bfloat16)),
+        ("v", v, (num_rows, num_value_heads, value_dim), dtypes),
+        ("beta", beta, (num_rows, num_value_heads), f32),
+        ("ring_k", ring_k, (num_slots, ring_len, num_key_heads, key_dim), dtypes),
+        ("ring_u", ring_u, (num_slots, ring_len, num_value_heads, value_dim), f32),
+        ("ring_g", ring_g, (num_slots, ring_len, num_value_heads), f32),
+        ("ssm", ssm, (num_slots, num_value_heads, value_dim, key_dim), f32),
+        ("num_folded", num_folded, (num_slots, num_value_heads, tiles), (torch.int32,)),
+    ):
+        check("gdn_verify", name, tensor, shape, *kinds)
+    out = torch.empty_like(v)
+    launch(
+        _gdn_verify_kernel,
+        (num_value_heads, tiles, groups.num_groups),
+        q,
+        v,
+        beta,
+        ring_k,
+        ring_u,
+        ring_g,
+        ssm,
+        num_folded,
+        groups.slots,
+        groups.starts,
+        groups.cu_rows,
+        out,
+        ring_len,
+        fold_threshold,
+        NUM_KEY_HEADS=num_key_heads,
+        NUM_VALUE_HEADS=num_value_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_DK=max(16, next_power_of_2(key_dim)),
+        BLOCK_DV=block_dv,
+        NUM_TILES=tiles,
+        num_warps=num_warps,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+    return out

@@ -1,0 +1,81 @@
+"""What every launcher shares: checks in O(1) on the host, and how a kernel is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+IS_INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run under Triton's interpreter; bound when triton is imported."""
+
+ALIGNMENT_BYTES = 16
+
+
+@triton.jit
+def only_if(condition, mask):
+    """`mask` where the scalar `condition` holds, else nothing: in the interpreter `mask & condition` is no mask."""
+    return tl.where(condition, mask, mask & (mask == 0))
+
+
+@triton.jit
+def dot(a, b, acc, IS_INTERPRETED: tl.constexpr):
+    """acc + a @ b in float32. The interpreter's own product is a BLAS's, whose bits depend on where a row stands."""
+    if IS_INTERPRETED:
+        acc += tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def ceil_div(total: int, part: int) -> int:
+    return -(-total // part)
+
+
+def check(
+    operator: str, name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype
+) -> None:
+    """Raise ValueError unless `tensor` is contiguous, of `shape` (None: any size) and one of `dtypes`, and 16-byte aligned
+    where its rows are a multiple of 16 bytes: kernels are compiled for that, by the shape and not by the pointer.
+    """
+    is_right_shape = tensor.ndim == len(shape) and all(
+        want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
+    )
+    is_aligned = tensor.data_ptr() % ALIGNMENT_BYTES == 0 or not is_aligned_shape(tensor)
+    if is_right_shape and tensor.dtype in dtypes and tensor.is_contiguous() and is_aligned:
+        return
+    sizes = ", ".join("*" if size is None else str(size) for size in shape)
+    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    raise ValueError(
+        f"{operator}: {name}: expected aligned contiguous {kinds} [{sizes}], got {describe(tensor)}"
+    )
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype, shape and what may be wrong with the memory of a tensor, for error messages."""
+    words = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if not tensor.is_contiguous():
+        words += f" with strides {list(tensor.stride())}"
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        words += " at an odd address"
+    return words
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Start `kernel` unless the grid is empty."""
+    if all(grid):
+        kernel[grid](*arguments, **options)
+
+
+def is_aligned_shape(tensor: Tensor) -> bool:
+    """Whether every row of a contiguous tensor starts at a multiple of 16 bytes if the first one does."""
+    num_elements = tensor.numel() // max(tensor.shape[0], 1)
+    return num_elements * tensor.element_size() % ALIGNMENT_BYTES == 0

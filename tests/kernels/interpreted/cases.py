@@ -1,0 +1,104 @@
+"""Inputs, tolerances and pools that the kernel tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from metrale.kernels.gdn_verify import num_tiles
+from metrale.kernels.groups import Groups
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Most difference of a result, relative to its largest element, by activation dtype."""
+
+
+def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(size))
+    return torch.randn(*size, generator=generator).to(dtype)
+
+
+def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Equal shapes and dtypes, NaN at the same places, all else within the dtype's tolerance."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(got.isnan(), expected.isnan())
+    a, b = got.double().nan_to_num(), expected.double().nan_to_num()
+    if a.numel():
+        assert float((a - b).abs().max()) <= TOLERANCES[dtype] * max(float(b.abs().max()), 1e-9)
+
+
+def groups_of(
+    triples: Sequence[tuple[int, int, int]], pages: Sequence[Sequence[int]] | None = None
+) -> Groups:
+    """Groups from (slot, start, num_rows) triples, with a page list each where attention is meant."""
+    return Groups.build(list(triples), [list(p) for p in pages] if pages else [[] for _ in triples], CPU)
+
+
+@dataclass(frozen=True)
+class GdnShape:
+    key_heads: int = 2
+    ratio: int = 2
+    key_dim: int = 20
+    value_dim: int = 24
+    conv_width: int = 4
+
+    @property
+    def value_heads(self) -> int:
+        return self.key_heads * self.ratio
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        return self.num_channels + self.value_heads * (self.value_dim + 2)
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, field.name)) for field in fields(self))
+
+
+GDN_SHAPES = [GdnShape(), GdnShape(1, 3, 16, 40, 3), GdnShape(2, 1, 9, 7, 2), GdnShape(1, 4, 32, 64, 4)]
+
+
+class GdnPool:
+    """The state of one Gated DeltaNet layer, NaN throughout but for `num_folded`."""
+
+    NAMES = ("ring_x", "ring_k", "ring_u", "ring_g", "ssm", "num_folded")
+
+    def __init__(self, shape: GdnShape, dtype: torch.dtype, num_slots: int = 4, max_rows: int = 17) -> None:
+        ring, heads = 2 * max_rows, shape.value_heads
+        self.ring_x = torch.full(
+            (num_slots, shape.conv_width - 1 + max_rows, shape.num_channels), torch.nan, dtype=dtype
+        )
+        self.ring_k = torch.full((num_slots, ring, shape.key_heads, shape.key_dim), torch.nan, dtype=dtype)
+        self.ring_u = torch.full((num_slots, ring, heads, shape.value_dim), torch.nan)
+        self.ring_g = torch.full((num_slots, ring, heads), torch.nan)
+        self.ssm = torch.full((num_slots, heads, shape.value_dim, shape.key_dim), torch.nan)
+        tiles = num_tiles(shape.key_dim, shape.value_dim)
+        self.num_folded = torch.zeros(num_slots, heads, tiles, dtype=torch.int32)
+
+    def copy_from(self, other: GdnPool) -> None:
+        for name in self.NAMES:
+            getattr(self, name).copy_(getattr(other, name))
+
+    def assert_near(self, other: GdnPool, dtype: torch.dtype) -> None:
+        for name in self.NAMES[:-1]:
+            assert_near(getattr(self, name), getattr(other, name), dtype)
+        assert torch.equal(self.num_folded, other.num_folded)
+
+
+class Layer:
+    """Random weights and rows of one Gated DeltaNet layer."""
+
+    def __init__(self, shape: GdnShape, num_rows: int, dtype: torch.dtype, seed: int = 0) -> None:
+        self.projected = randn(num_rows, shape.width, seed=seed, dtype=dtype)
+        self.weights = (
+            randn(shape.num_channels, shape.conv_width, seed=1),
+            -randn(shape.value_heads, seed=2).abs(),
+            randn(shape.value_heads, seed=3),
+        )

@@ -1,0 +1,157 @@
+"""`conv_verify`, `gdn_verify`, `conv_prefill` and `gdn_chunk`: parity over steps, and rows that do not see one another."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from metrale import reference
+from metrale.kernels.conv_prefill import conv_prefill
+from metrale.kernels.conv_verify import conv_verify
+from metrale.kernels.gdn_chunk import gdn_chunk
+from metrale.kernels.gdn_verify import gdn_verify
+from metrale.kernels.ops import Ops
+from tests.kernels.interpreted.cases import (
+    DTYPES,
+    GDN_SHAPES,
+    GdnPool,
+    GdnShape,
+    Layer,
+    assert_near,
+    groups_of,
+)
+
+SHAPE = GDN_SHAPES[0]
+ORACLE = reference.ops()
+Triples = list[tuple[int, int, int]]
+
+
+def verify(
+    table: ModuleType | Ops | None, pool: GdnPool, layer: Layer, rows: Tensor, triples: Triples, fold: int
+) -> Tensor:
+    """A verify of rows of `layer.projected` by the kernels (None) or an oracle."""
+    conv, gdn = (conv_verify, gdn_verify) if table is None else (table.conv_verify, table.gdn_verify)
+    groups = groups_of(triples)
+    q, v, beta = conv(rows, *layer.weights, pool.ring_x, pool.ring_k, pool.ring_g, groups)
+    rings = (pool.ring_k, pool.ring_u, pool.ring_g)
+    return gdn(
+        q.contiguous(), v.contiguous(), beta.contiguous(), *rings, pool.ssm, pool.num_folded, groups, fold
+    )
+
+
+def prefill(table: Ops | None, pool: GdnPool, layer: Layer, rows: Tensor, triples: Triples) -> Tensor:
+    conv, gdn = (conv_prefill, gdn_chunk) if table is None else (table.conv_prefill, table.gdn_chunk)
+    groups = groups_of(triples)
+    parts = conv(rows, *layer.weights, pool.ring_x, pool.ring_k, pool.ring_g, groups)
+    return gdn(*(part.contiguous() for part in parts), pool.ssm, pool.num_folded, groups)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", GDN_SHAPES, ids=str)
+def test_parity_over_steps(shape: GdnShape, dtype: torch.dtype) -> None:
+    """Prompts, then ragged verifies with and without folds: outputs, rings and states."""
+    layer = Layer(shape, 200, dtype)
+    ours, theirs = GdnPool(shape, dtype), GdnPool(shape, dtype)
+    rows = layer.projected[:78].contiguous()
+    triples = [(0, 0, 65), (2, 0, 13)]
+    assert_near(
+        prefill(None, ours, layer, rows, triples), prefill(ORACLE, theirs, layer, rows, triples), dtype
+    )
+    ours.assert_near(theirs, dtype)
+    starts, first = [65, 0, 13], 78
+    for counts, fold in (((1, 3, 17), 8), ((2, 0, 1), 8), ((5, 1, 1), 8), ((1, 1, 2), 0)):
+        ours.copy_from(theirs)
+        triples = [(slot, starts[slot], counts[slot]) for slot in range(3)]
+        rows = layer.projected[first : first + sum(counts)].contiguous()
+        found = verify(None, ours, layer, rows, triples, fold)
+        assert_near(found, verify(ORACLE, theirs, layer, rows, triples, fold), dtype)
+        ours.assert_near(theirs, dtype)
+        starts = [start + n for start, n in zip(starts, counts, strict=True)]
+        first += sum(counts)
+
+
+def test_cuts_folds_and_rejected_drafts_change_no_bit() -> None:
+    layer, rejected = Layer(SHAPE, 30, torch.float32), Layer(SHAPE, 17, torch.float32, seed=50)
+    outputs, states = [], []
+    for fold, cut in [
+        (0, [(1, 0)] * 30),
+        (8, [(3, 0), (1, 16), (5, 4), (16, 1), (2, 7), (3, 5)]),
+        (0, [(17, 0), (1, 3), (1, 2), (5, 5), (6, 1)]),
+    ]:
+        pool, at, found = GdnPool(SHAPE, torch.float32), 0, []
+        for kept, drafted in cut:
+            rows = torch.cat([layer.projected[at : at + kept], rejected.projected[:drafted]])
+            found.append(verify(None, pool, layer, rows, [(1, at, kept + drafted)], fold)[:kept])
+            at += kept
+        empty = layer.projected[:0]
+        verify(None, pool, layer, empty, [(1, at, 0)], 0)  # a fold alone
+        outputs.append(torch.cat(found))
+        states.append(pool.ssm[1].clone())
+        assert (pool.num_folded[1] == 30).all()
+    assert all(torch.equal(o, outputs[0]) for o in outputs)
+    assert all(torch.equal(s, states[0]) for s in states)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_do_not_see_one_another(dtype: torch.dtype) -> None:
+    """Alone, among others, in other slots: the same bits; other slots are not touched."""
+    counts = (4, 1, 6)
+    layer = Layer(SHAPE, sum(counts), dtype)
+    parts = layer.projected.split(counts)
+    alone = [verify(None, GdnPool(SHAPE, dtype), layer, part, [(0, 0, len(part))], 0) for part in parts]
+    for order in itertools.permutations(range(3)):
+        pool = GdnPool(SHAPE, dtype)
+        rows = torch.cat([parts[i] for i in order])
+        triples = [(slot, 0, counts[i]) for slot, i in enumerate(order)]
+        found = verify(None, pool, layer, rows, triples, 0).split([counts[i] for i in order])
+        assert all(torch.equal(part, alone[i]) for part, i in zip(found, order, strict=True))
+        assert pool.ring_x[3].isnan().all()
+        assert pool.ring_u[3].isnan().all()
+
+
+def test_a_prompt_in_pieces_and_in_company_has_the_bits_of_one_alone() -> None:
+    layer = Layer(SHAPE, 150, torch.float32)
+    whole = GdnPool(SHAPE, torch.float32)
+    expected = prefill(None, whole, layer, layer.projected, [(1, 0, 150)])
+    pieces = GdnPool(SHAPE, torch.float32)
+    found = [
+        prefill(None, pieces, layer, layer.projected[a:b].contiguous(), [(1, a, b - a)])
+        for a, b in ((0, 64), (64, 128), (128, 150))
+    ]
+    assert torch.equal(torch.cat(found), expected)
+    company = GdnPool(SHAPE, torch.float32)
+    rows = torch.cat([layer.projected[90:], layer.projected])
+    assert torch.equal(prefill(None, company, layer, rows, [(0, 0, 60), (1, 0, 150)])[60:], expected)
+    for pool in (pieces, company):
+        assert torch.equal(pool.ssm[1], whole.ssm[1])
+        last = torch.arange(150 - 3, 150) % pool.ring_x.shape[1]
+        assert torch.equal(pool.ring_x[1][last], whole.ring_x[1][last])
+
+
+def test_no_rows() -> None:
+    pool = GdnPool(SHAPE, torch.float32)
+    layer = Layer(SHAPE, 0, torch.float32)
+    assert verify(None, pool, layer, layer.projected, [], 0).shape == (0, SHAPE.value_heads, SHAPE.value_dim)
+    assert prefill(None, pool, layer, layer.projected, []).shape == (0, SHAPE.value_heads, SHAPE.value_dim)
+    assert pool.ssm.isnan().all()
+
+
+def test_refusals() -> None:
+    pool, layer = GdnPool(SHAPE, torch.float32), Layer(SHAPE, 3, torch.float32)
+    with pytest.raises(ValueError, match="conv_verify: projected: expected 2 rows, got 3"):
+        verify(None, pool, layer, layer.projected, [(0, 0, 2)], 0)
+    with pytest.raises(ValueError, match="conv_verify: ring_g: expected aligned contiguous float32"):
+        conv_verify(
+            layer.projected,
+            *layer.weights,
+            pool.ring_x,
+            pool.ring_k,
+            pool.ring_g.double(),
+            groups_of([(0, 0, 3)]),
+        )
+    with pytest.raises(ValueError, match="gdn_chunk: groups: expected a start at a multiple of 64, got 3"):
+        prefill(None, pool, layer, layer.projected, [(0, 3, 3)])
