@@ -113,8 +113,8 @@ def _conv_prefill_kernel(
         # this program alone reads the old rows, so it alone may replace them
         tl.debug_barrier()
         for i in range(tl.maximum(num_rows - conv_len, 0), num_rows):
-            x = tl.load(x_ptr + (first_row + i) * ROW_STRIDE + channels, mask=mask, other=0.0)
-            tl.store(p_ring + ((start + i) % conv_len).to(tl.int64) * num_channels, x, mask=mask)
+            last = tl.load(x_ptr + (first_row + i) * ROW_STRIDE + channels, mask=mask, other=0.0)
+            tl.store(p_ring + ((start + i) % conv_len).to(tl.int64) * num_channels, last, mask=mask)
 
 
 def conv_prefill(
