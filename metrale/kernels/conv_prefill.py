@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.conv_verify import L2_EPS, check_layer, outputs, sigmoid, softplus
+from metrale.kernels.conv_verify import L2_EPS, check_layer, head_of, outputs, sigmoid, softplus
 from metrale.kernels.groups import Groups
 from metrale.kernels.launch import launch
 
@@ -50,12 +50,7 @@ def _conv_prefill_kernel(
     i_group = tl.load(tiles_ptr + 2 * tl.program_id(1))
     i_tile = tl.load(tiles_ptr + 2 * tl.program_id(1) + 1)
     num_channels = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
-    is_value = i_head >= 2 * NUM_KEY_HEADS
-    is_query = i_head < NUM_KEY_HEADS
-    i_value = tl.maximum(i_head - 2 * NUM_KEY_HEADS, 0)
-    i_key = tl.minimum(tl.maximum(i_head - NUM_KEY_HEADS, 0), NUM_KEY_HEADS - 1)
-    dim = tl.where(is_value, VALUE_DIM, KEY_DIM)
-    first = tl.where(is_value, 2 * NUM_KEY_HEADS * KEY_DIM + i_value * VALUE_DIM, i_head * KEY_DIM)
+    is_query, is_value, i_key, i_value, dim, first = head_of(i_head, NUM_KEY_HEADS, KEY_DIM, VALUE_DIM)
     offs = tl.arange(0, BLOCK)
     mask = offs < dim
     channels = first + offs

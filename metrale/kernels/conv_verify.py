@@ -29,6 +29,18 @@ def softplus(x):
     return tl.log(total) + rest / total + tl.maximum(x, 0.0)
 
 
+@triton.jit
+def head_of(i_head, NUM_KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """What head `i_head` is, in the order of the channels (queries, keys, values), its size and its first channel."""
+    is_value = i_head >= 2 * NUM_KEY_HEADS
+    is_query = i_head < NUM_KEY_HEADS
+    i_value = tl.maximum(i_head - 2 * NUM_KEY_HEADS, 0)
+    i_key = tl.minimum(tl.maximum(i_head - NUM_KEY_HEADS, 0), NUM_KEY_HEADS - 1)
+    dim = tl.where(is_value, VALUE_DIM, KEY_DIM)
+    first = tl.where(is_value, 2 * NUM_KEY_HEADS * KEY_DIM + i_value * VALUE_DIM, i_head * KEY_DIM)
+    return is_query, is_value, i_key, i_value, dim, first
+
+
 @triton.jit(
     do_not_specialize=["conv_len", "ring_len"],
     do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "cu_rows_ptr"],
@@ -59,16 +71,10 @@ def _conv_verify_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # heads in the order of the channels: queries, keys, values
     i_head = tl.program_id(0)
     i_group = tl.program_id(1)
     num_channels = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
-    is_value = i_head >= 2 * NUM_KEY_HEADS
-    is_query = i_head < NUM_KEY_HEADS
-    i_value = tl.maximum(i_head - 2 * NUM_KEY_HEADS, 0)
-    i_key = tl.minimum(tl.maximum(i_head - NUM_KEY_HEADS, 0), NUM_KEY_HEADS - 1)
-    dim = tl.where(is_value, VALUE_DIM, KEY_DIM)
-    first = tl.where(is_value, 2 * NUM_KEY_HEADS * KEY_DIM + i_value * VALUE_DIM, i_head * KEY_DIM)
+    is_query, is_value, i_key, i_value, dim, first = head_of(i_head, NUM_KEY_HEADS, KEY_DIM, VALUE_DIM)
     offs = tl.arange(0, BLOCK)
     mask = offs < dim
     channels = first + offs

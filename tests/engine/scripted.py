@@ -267,3 +267,16 @@ def finish(
 
 def emitted(sequence: Sequence) -> list[int]:
     return sequence.token_ids[sequence.prompt_len :]
+
+
+# Requests of every kind: one token, a few, several prompt chunks
+
+PROMPTS = [(5,), (6, 7, 8), tuple(range(4, 44)) * 2, (9, 9), tuple(range(40, 4, -1)) * 4]
+
+
+def requests_of(max_tokens: int = 14) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    return [(prompt, greedy(max_tokens=max_tokens)) for prompt in PROMPTS]
+
+
+def plain() -> list[list[int]]:
+    return [emitted(s) for s in run(make_engine(Target(), max_num_seqs=8), requests_of())]

@@ -19,6 +19,7 @@ from metrale.sampling.params import SamplingParams
 from tests.compiler import needs_compiler
 from tests.engine.schedules import poison
 from tests.engine.scripted import (
+    PROMPTS,
     VOCAB_SIZE,
     Target,
     always_right,
@@ -30,8 +31,6 @@ from tests.engine.scripted import (
     make_engine,
     run,
 )
-
-PROMPTS = [(5,), (6, 7, 8), tuple(range(4, 44)) * 2, (9, 9), tuple(range(40, 4, -1)) * 4]
 
 
 def sampled(seed: int | None = None, **options: Any) -> SamplingParams:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-
 import torch
 from torch import Tensor
 
 from metrale.kernels.gdn_verify import num_tiles
-from metrale.kernels.groups import Groups
+from tests.reference import oracles
+from tests.reference.oracles import GdnShape
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Most difference of a result, relative to its largest element, by activation dtype."""
 
 
 def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(size))
-    return torch.randn(*size, generator=generator).to(dtype)
+    return oracles.randn(*size, seed=seed).to(dtype)
 
 
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -31,38 +27,12 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
         assert float((a - b).abs().max()) <= TOLERANCES[dtype] * max(float(b.abs().max()), 1e-9)
 
 
-def groups_of(
-    triples: Sequence[tuple[int, int, int]], pages: Sequence[Sequence[int]] | None = None
-) -> Groups:
-    """Groups from (slot, start, num_rows) triples, with a page list each where attention is meant."""
-    return Groups.build(list(triples), [list(p) for p in pages] if pages else [[] for _ in triples], CPU)
-
-
-@dataclass(frozen=True)
-class GdnShape:
-    key_heads: int = 2
-    ratio: int = 2
-    key_dim: int = 20
-    value_dim: int = 24
-    conv_width: int = 4
-
-    @property
-    def value_heads(self) -> int:
-        return self.key_heads * self.ratio
-
-    @property
-    def num_channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def width(self) -> int:
-        return self.num_channels + self.value_heads * (self.value_dim + 2)
-
-    def __str__(self) -> str:
-        return "-".join(str(getattr(self, field.name)) for field in fields(self))
-
-
-GDN_SHAPES = [GdnShape(), GdnShape(1, 3, 16, 40, 3), GdnShape(2, 1, 9, 7, 2), GdnShape(1, 4, 32, 64, 4)]
+GDN_SHAPES = [
+    GdnShape(2, 2, 20, 24, 4),
+    GdnShape(1, 3, 16, 40, 3),
+    GdnShape(2, 1, 9, 7, 2),
+    GdnShape(1, 4, 32, 64, 4),
+]
 
 
 class GdnPool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import ModuleType
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ from tests.kernels.interpreted.cases import (
     GdnShape,
     Layer,
     assert_near,
-    groups_of,
 )
+from tests.reference.oracles import groups_of
 
 SHAPE = GDN_SHAPES[0]
 ORACLE = reference.ops()
@@ -31,7 +30,7 @@ Triples = list[tuple[int, int, int]]
 
 
 def verify(
-    table: ModuleType | Ops | None, pool: GdnPool, layer: Layer, rows: Tensor, triples: Triples, fold: int
+    table: Ops | None, pool: GdnPool, layer: Layer, rows: Tensor, triples: Triples, fold: int
 ) -> Tensor:
     """A verify of rows of `layer.projected` by the kernels (None) or an oracle."""
     conv, gdn = (conv_verify, gdn_verify) if table is None else (table.conv_verify, table.gdn_verify)
