@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from metrale.kernels.launch import (
     check,
     describe,
     dot,
+    kernel,
     launch,
     next_power_of_2,
     only_if,
@@ -27,9 +27,9 @@ BLOCK_ROWS = 64
 NUM_WARPS = 8
 
 
-@triton.jit(
-    do_not_specialize=["max_pages", "num_rows_total"],
-    do_not_specialize_on_alignment=["starts_ptr", "cu_rows_ptr", "page_table_ptr", "tiles_ptr"],
+@kernel(
+    sizes=["max_pages", "num_rows_total"],
+    indices=["starts_ptr", "cu_rows_ptr", "page_table_ptr", "tiles_ptr"],
 )
 def _attention_kernel(
     q_ptr,
@@ -139,7 +139,7 @@ def _attention_kernel(
         tl.store(out_ptr + at_out[:, None] + offs_d[None, :], result.to(dtype), mask=mask_q)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_rows_total"])
+@kernel(sizes=["num_splits", "num_rows_total"])
 def _merge_kernel(
     part_out_ptr,
     part_stats_ptr,
@@ -241,8 +241,8 @@ def _attend(
     if is_split:
         num_keys = max((group.start + group.num_rows for group in groups.host), default=0)
         num_splits = ceil_div(num_keys, KEY_BLOCK * SPLIT_BLOCKS)
-        part_out = q.new_empty(num_splits, num_rows, num_heads, dim, dtype=torch.float32)
-        part_stats = q.new_empty(num_splits, num_rows, num_heads, 2, dtype=torch.float32)
+        part_out = q.new_empty(num_splits * num_rows * num_heads * dim, dtype=torch.float32)
+        part_stats = q.new_empty(num_splits * num_rows * num_heads * 2, dtype=torch.float32)
     tiles = groups.tiles(tile_rows)
     sizes = {
         "NUM_HEADS": num_heads,

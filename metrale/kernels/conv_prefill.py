@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from metrale.kernels.conv_verify import L2_EPS, check_layer, head_of, outputs, sigmoid, softplus
 from metrale.kernels.groups import Groups
-from metrale.kernels.launch import launch
+from metrale.kernels.launch import kernel, launch
 
 BLOCK_ROWS = 32
 NUM_WARPS = 4
 
 
-@triton.jit(
-    do_not_specialize=["conv_len"],
-    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "cu_rows_ptr", "tiles_ptr"],
+@kernel(
+    sizes=["conv_len"],
+    indices=["slots_ptr", "starts_ptr", "cu_rows_ptr", "tiles_ptr"],
 )
 def _conv_prefill_kernel(
     x_ptr,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from metrale.kernels.groups import Groups
-from metrale.kernels.launch import check, describe, launch, next_power_of_2, only_if
+from metrale.kernels.launch import check, describe, kernel, launch, next_power_of_2, only_if
 
 L2_EPS = 1e-6
 MAX_WIDTH = 4
@@ -41,9 +41,9 @@ def head_of(i_head, NUM_KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DI
     return is_query, is_value, i_key, i_value, dim, first
 
 
-@triton.jit(
-    do_not_specialize=["conv_len", "ring_len"],
-    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "cu_rows_ptr"],
+@kernel(
+    sizes=["conv_len", "ring_len"],
+    indices=["slots_ptr", "starts_ptr", "cu_rows_ptr"],
 )
 def _conv_verify_kernel(
     x_ptr,

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from metrale.kernels.gdn_verify import num_tiles
 from metrale.kernels.groups import Groups
-from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, dot, launch, next_power_of_2, only_if
+from metrale.kernels.launch import (
+    IS_INTERPRETED,
+    ceil_div,
+    check,
+    dot,
+    kernel,
+    launch,
+    next_power_of_2,
+    only_if,
+)
 
 CHUNK = 64
 BLOCK_DV = 32
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "cu_rows_ptr"])
+@kernel(indices=["slots_ptr", "starts_ptr", "cu_rows_ptr"])
 def _gdn_chunk_kernel(
     q_ptr,
     k_ptr,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from metrale.kernels.groups import Groups
-from metrale.kernels.launch import ceil_div, check, launch, next_power_of_2, only_if
+from metrale.kernels.launch import ceil_div, check, kernel, launch, next_power_of_2, only_if
 
 CONFIGS = {16: (16, 1), 32: (32, 2), 64: (32, 4), 128: (32, 4), 256: (32, 8)}
 """Rows of a value tile and warps, by the padded key dimension: about 32 state registers a thread, no spill."""
@@ -26,9 +25,9 @@ def num_tiles(key_dim: int, value_dim: int) -> int:
     return ceil_div(value_dim, tile_of(key_dim, value_dim)[0])
 
 
-@triton.jit(
-    do_not_specialize=["ring_len", "fold_threshold"],
-    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "cu_rows_ptr"],
+@kernel(
+    sizes=["ring_len", "fold_threshold"],
+    indices=["slots_ptr", "starts_ptr", "cu_rows_ptr"],
 )
 def _gdn_verify_kernel(
     q_ptr,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,13 +72,49 @@ def describe(tensor: Tensor) -> str:
     return words
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start `kernel` unless the grid is empty."""
+class Kernel:
+    """A Triton kernel in two forms: one for rows that stand at multiples of 16 bytes, one for rows of odd width.
+
+    Triton compiles another binary for a pointer that is not 16-byte aligned, with other loads and other reduction trees.
+    Here the shapes choose the form, never an address, so that a row keeps its bits wherever it stands.
+    """
+
+    def __init__(self, function: Callable[..., Any], sizes: Sequence[str], indices: Sequence[str]) -> None:
+        parameters = list(inspect.signature(function).parameters)
+        pointers = [name for name in parameters if name.endswith("_ptr")]
+        self.name = function.__name__.strip("_")
+        self.parameters = parameters
+        self._data = tuple(i for i, p in enumerate(parameters) if p in pointers and p not in indices)
+        self.aligned, self.unaligned = (
+            triton.jit(function, do_not_specialize=list(sizes), do_not_specialize_on_alignment=list(loose))
+            for loose in (indices, pointers)
+        )
+
+    def form(self, arguments: Sequence[Any], is_aligned: bool = True) -> Any:
+        """The form that these launch arguments take; `is_aligned=False` where their shapes do not tell that rows are not."""
+        is_aligned = is_aligned and all(is_aligned_shape(arguments[i]) for i in self._data)
+        return self.aligned if is_aligned else self.unaligned
+
+
+def kernel(sizes: Sequence[str] = (), indices: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:
+    """Decorator of a kernel that `launch` starts.
+
+    `sizes` are integers that follow the batch, `indices` pointers to small tables that may be slices of larger ones: neither
+    may choose a binary. Names of pointers end in `_ptr`.
+    """
+    return lambda function: Kernel(function, sizes, indices)
+
+
+def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Start `kernel` unless the grid is empty.
+
+    `is_aligned=False` among the options asks for the form that takes rows at any address, where shapes do not tell it.
+    """
+    is_aligned = options.pop("is_aligned", True)
     if all(grid):
-        kernel[grid](*arguments, **options)
+        kernel.form(arguments, is_aligned)[grid](*arguments, **options)
 
 
 def is_aligned_shape(tensor: Tensor) -> bool:
-    """Whether every row of a contiguous tensor starts at a multiple of 16 bytes if the first one does."""
-    num_elements = tensor.numel() // max(tensor.shape[0], 1)
-    return num_elements * tensor.element_size() % ALIGNMENT_BYTES == 0
+    """Whether every row of a contiguous tensor starts at a multiple of 16 bytes if the first does; a vector is one row."""
+    return math.prod(tensor.shape[1:]) * tensor.element_size() % ALIGNMENT_BYTES == 0 or tensor.ndim < 2

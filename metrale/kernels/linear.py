@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, describe, dot, launch
+from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, describe, dot, kernel, launch
 
 
 class Tile(NamedTuple):
@@ -32,7 +31,7 @@ def tile_of(num_outputs: int, inner: int, dtype: torch.dtype, is_prompt: bool) -
     return Tile(16, 32, 64, 4, 3) if is_wide else Tile(16, 32, 256, 4, 4)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@kernel(sizes=["first_row", "num_rows"])
 def _linear_kernel(
     x_ptr,
     weight_ptr,

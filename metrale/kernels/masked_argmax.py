@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import ceil_div, check, launch, next_power_of_2
+from metrale.kernels.launch import ceil_div, check, kernel, launch, next_power_of_2
 
 BLOCK_IDS = 4096
 ARGMAX_WARPS = 4
@@ -26,7 +26,7 @@ def _highest(values, ids):
     return value, tl.min(tl.where(values == value, ids, NO_ID), axis=0)
 
 
-@triton.jit(do_not_specialize=["num_valid", "num_blocks"])
+@kernel(sizes=["num_valid", "num_blocks"])
 def _block_argmax_kernel(
     logits_ptr, value_ptr, id_ptr, num_valid, num_blocks, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -42,7 +42,7 @@ def _block_argmax_kernel(
     tl.store(id_ptr + row * num_blocks + i_block, tl.where(is_nan > 0, -1, token))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel(sizes=["num_blocks"])
 def _row_argmax_kernel(value_ptr, id_ptr, out_ptr, num_blocks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
@@ -85,6 +85,7 @@ def masked_argmax(logits: Tensor, num_valid: int) -> Tensor:
         VOCAB=vocab,
         BLOCK=BLOCK_IDS,
         num_warps=ARGMAX_WARPS,
+        enable_fp_fusion=False,
     )
     launch(
         _row_argmax_kernel,
@@ -95,6 +96,7 @@ def masked_argmax(logits: Tensor, num_valid: int) -> Tensor:
         num_blocks,
         BLOCK=next_power_of_2(ceil_div(vocab, BLOCK_IDS)),
         num_warps=1,
+        enable_fp_fusion=False,
     )
     return out
 
@@ -107,7 +109,7 @@ def _log1p(x):
     return tl.where(is_small, x, tl.log(total) * (x / tl.where(is_small, 1.0, total - 1.0)))
 
 
-@triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["keys_ptr"])
+@kernel(sizes=["num_ids"], indices=["keys_ptr"])
 def _gumbel_kernel(keys_ptr, out_ptr, num_ids, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     groups = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import check, launch, next_power_of_2
+from metrale.kernels.launch import check, kernel, launch, next_power_of_2
 
 
 def num_warps_of(size: int) -> int:
@@ -15,7 +14,7 @@ def num_warps_of(size: int) -> int:
     return min(8, max(1, next_power_of_2(size) // 512))
 
 
-@triton.jit
+@kernel()
 def _rms_norm_kernel(x_ptr, scale_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import check, describe, launch, next_power_of_2, only_if
+from metrale.kernels.launch import check, describe, kernel, launch, next_power_of_2, only_if
 
 NUM_WARPS = 1
 
@@ -18,7 +18,7 @@ def _scale(q_norm_ptr, k_norm_ptr, offs, mask, is_query):
     return of_query + tl.load(k_norm_ptr + offs, mask=only_if(is_query == 0, mask), other=0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "kv_index_ptr"])
+@kernel(indices=["positions_ptr", "kv_index_ptr"])
 def _rotary_store_kernel(
     projected_ptr,
     q_norm_ptr,

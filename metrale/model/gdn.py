@@ -48,6 +48,7 @@ def gdn_mixer(
 
     num_channels = weights.conv_weight.shape[0]
     value_width = out.shape[1] * out.shape[2]
-    gate = projected[:, num_channels : num_channels + value_width].view(out.shape)
+    # as_strided keeps the row stride of a single row, which kernels are compiled for
+    gate = projected.as_strided(out.shape, (projected.shape[1], out.shape[2], 1), num_channels)
     out = ops.gated_rms_norm(out, gate, weights.norm, eps)
     return ops.linear(out.view(num_rows, value_width), weights.out_proj, num_generated, x)
