@@ -31,8 +31,8 @@ KEYS_TO_COME = (
     "throughput_gate",
     "synthetic_acceptance_rates",
 )
-BACKENDS = ("auto", "cpu", "torch")
-BACKENDS_TO_COME = ("triton", "interpret")
+BACKENDS = ("auto", "triton", "cpu", "torch", "interpret")
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 
@@ -112,9 +112,10 @@ class EngineConfig:
     | --- | --- |
     | model | "tiny", a local directory, or a Hub repository id |
     | speculative_config | None is plain decode |
-    | backend | "cpu": C kernels; "torch": the reference operators; "auto": "cpu" where a C compiler is found |
-    | device | "auto" or "cpu" |
-    | dtype | activations and caches: "float32" or "bfloat16" (the torch backend); "auto" is float32 on a CPU |
+    | backend | "triton": Triton kernels on a GPU; "cpu": C kernels; "torch": the reference operators; "interpret": the Triton
+      kernels under Triton's interpreter, for tests; "auto": the first of triton, cpu, torch that this machine can run |
+    | device | "auto", "cpu" or "cuda" (a GPU, ROCm's too); it must be the backend's |
+    | dtype | activations and caches: "float32" or "bfloat16" (not the cpu backend); "auto" is bfloat16 on a GPU |
     | max_model_len | most tokens of prompt and output together; None is what the checkpoint and the cache allow |
     | max_num_seqs | most sequences that run at once |
     | max_num_batched_tokens | row budget of a step; a step may pass it by one prompt unit of 64 rows |
@@ -146,9 +147,9 @@ class EngineConfig:
             )
         if not isinstance(self.skip_tokenizer_init, bool):
             raise ConfigError(f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}")
-        _check_choice("backend", self.backend, BACKENDS, BACKENDS_TO_COME)
-        _check_choice("device", self.device, ("auto", "cpu"), ("cuda",))
-        _check_choice("dtype", self.dtype, DTYPES, ())
+        _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("device", self.device, DEVICES)
+        _check_choice("dtype", self.dtype, DTYPES)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
@@ -191,9 +192,7 @@ def _nearest(name: str, known: list[str]) -> str:
     return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...], to_come: tuple[str, ...]) -> None:
-    if value in to_come:
-        raise ConfigError(f"{name} {value!r} is not supported yet; use one of {choices}")
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"unknown {name} {value!r}; use one of {choices}")
 

@@ -24,8 +24,8 @@ NOT_INTEGERS: list[Any] = [None, 1.5, "3", True, [1]]
 ENGINE: list[tuple[str, list[Any]]] = [
     ("model", ["", None, 3]),
     ("speculative_config", [{"method": "ngram"}, "ngram", 3]),
-    ("backend", ["gpu", "", None, "triton", "interpret", "CPU"]),
-    ("device", ["cuda", "tpu", None, "cuda:0"]),
+    ("backend", ["gpu", "", None, "cuda", "CPU"]),
+    ("device", ["gpu", "tpu", None, "cuda:0"]),
     ("dtype", ["float16", "half", None, "fp32"]),
     ("max_model_len", [*NOT_INTEGERS[1:], 1, 0, -5]),
     ("max_num_seqs", [*NOT_INTEGERS, 0, -1]),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -21,6 +21,7 @@ from metrale.engine.backends import backend_ops
 from metrale.engine.stop_text import StopText
 from metrale.engine.tokenizer import Tokenizer
 from metrale.errors import ConfigError, RequestError
+from metrale.kernels.ops import Ops
 from metrale.model.generation import GenerationDefaults
 from metrale.model.loader import LoadedModel, load_model, resolve
 from metrale.sampling.params import SamplingParams
@@ -53,18 +54,18 @@ class Engine:
         self.config = config
         spec = config.speculative_config
         directory = resolve(config.model)
-        ops = backend_ops(config.backend)
+        ops = backend_ops(config.backend, config.device)
         dtype = ops.activation_dtypes[0] if config.dtype == "auto" else getattr(torch, config.dtype)
         with_mtp = spec is not None and spec.method == "mtp"
         with torch.inference_mode(False):  # tensors that may be written outside of it too
-            loaded = load_model(directory, ops, dtype=dtype, with_mtp=with_mtp)
+            loaded = load_model(directory, ops, dtype=dtype, with_mtp=with_mtp, device=ops.device_type)
         self.model = loaded.model
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_directory(directory)
         self.defaults = GenerationDefaults.from_directory(directory, loaded.model.config)
         self.vocab_size = loaded.model.config.vocab_size
         self.num_valid = min(self.vocab_size, self.tokenizer.num_ids) if self.tokenizer else self.vocab_size
         with torch.inference_mode(False):
-            self.pool, self.max_model_len = _make_pool(config, loaded, dtype)
+            self.pool, self.max_model_len = _make_pool(config, loaded, ops, dtype)
         made = (drafter or _make_drafter(config))(loaded, self.pool, self.num_valid)
         self.drafter = None if made is None else GuardedDrafter(made)
         self.scheduler = Scheduler(
@@ -259,9 +260,14 @@ class Engine:
             logger.warning(message, exc_info=error)
 
 
-def _without_autocast() -> AbstractContextManager[object]:
+@contextmanager
+def _without_autocast() -> Iterator[None]:
     """A caller's autocast would change dtypes in the middle of an operator."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _drawn_seed(engine_seed: int, ordinal: int) -> int:
@@ -284,7 +290,7 @@ def _make_drafter(config: EngineConfig) -> DrafterFactory:
     return make
 
 
-def _make_pool(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype) -> tuple[Pool, int]:
+def _make_pool(config: EngineConfig, loaded: LoadedModel, ops: Ops, dtype: torch.dtype) -> tuple[Pool, int]:
     """The pool and the longest sequence it can hold."""
     model = loaded.model.config
     has_head = loaded.head is not None
@@ -315,8 +321,9 @@ def _make_pool(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype) ->
             max_pages_per_slot=pages_per_sequence,
             max_rows=config.max_rows,
             dtype=dtype,
-            device=torch.device("cpu"),
+            device=torch.device(ops.device_type),
             fold_threshold=config.fold_threshold,
+            num_tiles=ops.num_tiles(model.linear_key_head_dim, model.linear_value_head_dim),
         )
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Row groups: what an operator must know of the sequences behind the rows that it is given."""
+"""Row groups and slots: what an operator must know of the sequences behind the rows that it is given."""
 
 from __future__ import annotations
 
@@ -102,3 +102,23 @@ class Groups:
             slots_starts_rows,
             torch.tensor(table, dtype=torch.int32, device=device).reshape(len(table), width),
         )
+
+
+def check_slots(
+    source: Tensor, destination: Tensor, from_slots: Sequence[int], to_slots: Sequence[int]
+) -> None:
+    """Raise ValueError for what `state_copy` does not take."""
+    if source.dtype is not destination.dtype or (
+        source.shape[:1] + source.shape[2:] != destination.shape[:1] + destination.shape[2:]
+    ):
+        raise ValueError(
+            f"state_copy: destination: expected slots like {source.dtype} {list(source.shape)}, "
+            f"got {destination.dtype} {list(destination.shape)}"
+        )
+    if len(from_slots) != len(to_slots) or len(set(to_slots)) != len(to_slots):
+        raise ValueError(f"state_copy: to_slots: expected {len(from_slots)} distinct slots, got {to_slots}")
+    for name, slots, tensor in (("from_slots", from_slots, source), ("to_slots", to_slots, destination)):
+        if slots and not 0 <= min(slots) <= max(slots) < tensor.shape[1]:
+            raise ValueError(f"state_copy: {name}: expected slots below {tensor.shape[1]}, got {slots}")
+    if source.data_ptr() == destination.data_ptr() and not set(from_slots).isdisjoint(to_slots):
+        raise ValueError(f"state_copy: to_slots: {to_slots} overlap from_slots {from_slots}")

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def whole_head(key_dim: int, value_dim: int) -> int:
+    """`num_tiles` of operators that fold a head's state at once."""
+    return 1
+
+
 @dataclass(frozen=True)
 class Ops:
     """One backend's operators. The function of the same name in `metrale.reference` is the definition of each.
@@ -16,7 +21,8 @@ class Ops:
     `name` is the backend's public name. `activation_dtypes` lists the activation dtypes that the operators
     compute in, the default first. `keeps_weight_dtype` says whether the big matrices stay in the dtype in which they are
     stored, instead of the activation dtype. `max_key_dim` and `max_conv_width` bound the Gated DeltaNet layers that it can
-    run, None: any. A row's bits never depend on which rows stand beside it.
+    run, None: any. `num_tiles(dk, dv)` is how many parts of a head's state keep a `num_folded` of their own. `device_type` is
+    where the tensors must lie. A row's bits never depend on which rows stand beside it.
     """
 
     name: str
@@ -37,3 +43,5 @@ class Ops:
     gumbel: Callable[..., Tensor]
     max_key_dim: int | None = None
     max_conv_width: int | None = None
+    num_tiles: Callable[[int, int], int] = whole_head
+    device_type: str = "cpu"

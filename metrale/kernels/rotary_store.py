@@ -38,8 +38,8 @@ def _rotary_store_kernel(
     BLOCK: tl.constexpr,
 ):
     # heads in the order of the columns: queries, keys, values
-    i_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    i_head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     is_query = i_head < NUM_HEADS
     is_value = i_head >= NUM_HEADS + NUM_KV_HEADS
     offs = tl.arange(0, BLOCK)
@@ -137,7 +137,7 @@ def rotary_store(
     q = projected.new_empty(num_rows, num_heads, dim)
     launch(
         _rotary_store_kernel,
-        (num_heads + 2 * num_kv_heads, num_rows),
+        (num_rows, num_heads + 2 * num_kv_heads),
         projected,
         q_norm,
         k_norm,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from metrale.kernels.ops import Ops
+from metrale.reference.accept import accept as accept
 from metrale.reference.attention import attention_prefill, attention_verify, rotary_store
 from metrale.reference.conv import conv_prefill, conv_verify
 from metrale.reference.gdn import gdn_chunk, gdn_verify
@@ -12,6 +13,7 @@ from metrale.reference.linear import linear
 from metrale.reference.moe import moe
 from metrale.reference.norms import gated_rms_norm, rms_norm
 from metrale.reference.pick import gumbel, masked_argmax
+from metrale.reference.state_copy import state_copy as state_copy
 
 
 def ops() -> Ops:

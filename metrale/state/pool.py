@@ -13,7 +13,6 @@ from metrale.kernels.ops import Ops
 from metrale.state.slots import PageAllocator, SlotAllocator
 
 PAGE_SIZE = 16
-TILES = 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Pool:
     Tensors are tuples over layers (Gated DeltaNet layers for `ssm`, `num_folded` and the rings, attention layers for
     the caches) of the shapes that the operators' contracts give; all layers of a kind lie in one block of memory.
 
+    `num_tiles` is how many parts of a head's state the backend's operators fold on their own (`Ops.num_tiles`).
+
     Slot `num_slots` is the null slot, which padding rows may use. No tensor is initialised: position 0 means zero state, so
     that nothing is read before it was written.
     """
@@ -65,6 +66,7 @@ class Pool:
         device: torch.device,
         fold_threshold: int = 0,
         page_order: Iterable[int] | None = None,
+        num_tiles: int = 1,
     ) -> None:
         if num_slots < 1 or num_pages < 1 or max_rows < 1 or fold_threshold < 0:
             raise ConfigError(
@@ -83,7 +85,7 @@ class Pool:
         self.page_size = PAGE_SIZE
         self.fold_threshold = fold_threshold
         self.ssm = empty(layers, s, hv, dv, dk, of=torch.float32).unbind()
-        self._num_folded = torch.zeros(layers, s, hv, TILES, dtype=torch.int32, device=device)
+        self._num_folded = torch.zeros(layers, s, hv, num_tiles, dtype=torch.int32, device=device)
         self.num_folded = self._num_folded.unbind()
         self.ring_k = empty(layers, s, ring, hk, dk, of=dtype).unbind()
         self.ring_u = empty(layers, s, ring, hv, dv, of=torch.float32).unbind()
