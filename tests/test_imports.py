@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "kernels": frozenset(),
     "reference": frozenset({"kernels"}),
-    "native": frozenset({"kernels"}),
+    "native": frozenset({"kernels", "reference"}),
     "distributed": frozenset(),
     "grammar": frozenset(),
     "telemetry": frozenset(),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metrale.kernels.launch import ALIGNMENT_BYTES, ceil_div, check, describe, kernel, launch, next_power_of_2
 
-BLOCK_HEADS = 4
+BLOCK_HEADS = 16
 NUM_WARPS = 4
 
 

@@ -9,14 +9,19 @@ from torch import Tensor
 from metrale.kernels.groups import Groups
 from metrale.kernels.launch import ceil_div, check, kernel, launch, next_power_of_2, only_if
 
-CONFIGS = {16: (16, 1), 32: (32, 2), 64: (32, 4), 128: (32, 4), 256: (32, 8)}
-"""Rows of a value tile and warps, by the padded key dimension: about 32 state registers a thread, no spill."""
+CONFIGS = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (128, 8), 256: (32, 8)}
+"""Rows of a value tile and warps, by the padded key dimension.
+
+Every tile of a head reads its keys and queries again: with 128 rows, 64 state registers a thread, a head of the published
+sizes is one tile and reads them once. Taller tiles spill, and so does this one where key rows are no multiple of 4 elements.
+"""
+ODD_ROWS = 32
 
 
 def tile_of(key_dim: int, value_dim: int) -> tuple[int, int]:
     """Value rows of one program, and its warps. A function of the head's shape alone."""
     padded = max(16, next_power_of_2(key_dim))
-    block_dv, num_warps = CONFIGS[padded]
+    block_dv, num_warps = CONFIGS[padded] if key_dim % 4 == 0 else (ODD_ROWS, max(1, padded // 32))
     return min(block_dv, max(16, next_power_of_2(value_dim))), num_warps
 
 

@@ -1,4 +1,4 @@
-"""`masked_argmax` and `gumbel` in Triton: the pick of a row, and its counter-based noise."""
+"""`masked_argmax` in Triton: the pick of a row in one read of its logits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import ceil_div, check, kernel, launch, next_power_of_2
+from metrale.kernels.gumbel import noise_of
+from metrale.kernels.launch import ceil_div, check, describe, kernel, launch, next_power_of_2
+from metrale.kernels.picks import Picks, check_picks, noise_words
 
 BLOCK_IDS = 4096
-ARGMAX_WARPS = 4
-NOISE_IDS = 1024
-NOISE_WARPS = 4
+NUM_WARPS = 4
 NO_ID = tl.constexpr(2**31 - 1)
-WORD = 0xFFFFFFFF
+WORD_BITS = tl.constexpr(32)
+
+
+@triton.jit
+def allowed_logits(
+    rows, first, VOCAB: tl.constexpr, HAS_BITMASK: tl.constexpr, NUM_HELD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(ids, logits, logits with -inf where an id is masked, held or none) of a block; a NaN is never hidden.
+
+    `rows` is (logits, bitmask, held ids, the row, ids that exist, words of a mask).
+    """
+    logits_ptr, bitmask_ptr, held_ids_ptr, row, num_valid, num_words = rows
+    ids = first + tl.arange(0, BLOCK)
+    raw = tl.load(logits_ptr + row * VOCAB + ids, mask=ids < num_valid, other=float("-inf"))
+    is_out = ids < 0
+    if HAS_BITMASK:
+        at = first // WORD_BITS + tl.arange(0, BLOCK // WORD_BITS)
+        words = tl.load(bitmask_ptr + row * num_words + at, mask=at < num_words, other=0)
+        bits = (words[:, None] >> tl.arange(0, WORD_BITS)[None, :]) & 1
+        is_out = is_out | (tl.reshape(bits, (BLOCK,)) == 0)
+    for i in tl.static_range(NUM_HELD):
+        is_out = is_out | (ids == tl.load(held_ids_ptr + row * NUM_HELD + i))
+    return ids, raw, tl.where(is_out & (raw == raw), float("-inf"), raw)
 
 
 @triton.jit
@@ -26,24 +48,71 @@ def _highest(values, ids):
     return value, tl.min(tl.where(values == value, ids, NO_ID), axis=0)
 
 
-@kernel(sizes=["num_valid", "num_blocks"])
+@kernel(
+    sizes=["num_valid", "num_words", "num_blocks"],
+    indices=["bitmask_ptr", "held_ids_ptr", "temperatures_ptr", "thresholds_ptr", "words_ptr"],
+)
 def _block_argmax_kernel(
-    logits_ptr, value_ptr, id_ptr, num_valid, num_blocks, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr,
+    bitmask_ptr,
+    held_ids_ptr,
+    temperatures_ptr,
+    thresholds_ptr,
+    words_ptr,
+    value_ptr,
+    id_ptr,
+    stats_ptr,  # [M, blocks, 2]: highest raw logit, sum of exponentials
+    num_valid,
+    num_words,
+    num_blocks,
+    VOCAB: tl.constexpr,
+    HAS_BITMASK: tl.constexpr,
+    NUM_HELD: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    HAS_THRESHOLDS: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    i_block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    ids = i_block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * VOCAB + ids, mask=ids < num_valid, other=float("-inf"))
+    row = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
+    first = i_block * BLOCK
+    rows = (logits_ptr, bitmask_ptr, held_ids_ptr, row, num_valid, num_words)
+    ids, raw, x = allowed_logits(rows, first, VOCAB, HAS_BITMASK, NUM_HELD, BLOCK)
+    if HAS_TEMPERATURES:
+        temperature = tl.load(temperatures_ptr + row)
+        if temperature > 0.0:
+            x = tl.div_rn(x, tl.zeros((BLOCK,), dtype=tl.float32) + temperature)
+            if HAS_THRESHOLDS:
+                x = tl.where(x < tl.load(thresholds_ptr + row), float("-inf"), x)
+            if HAS_NOISE:
+                x += noise_of(words_ptr + 4 * row, first, BLOCK)
     is_nan = tl.max((x != x).to(tl.int32), axis=0)
-    x = tl.where(x != x, float("-inf"), x)
-    value, token = _highest(x, ids)
+    value, token = _highest(tl.where(x != x, float("-inf"), x), ids)
+    at = row * num_blocks + i_block
     # a NaN makes the whole row invalid: no number is above +inf, so an impossible id tells it
-    tl.store(value_ptr + row * num_blocks + i_block, value)
-    tl.store(id_ptr + row * num_blocks + i_block, tl.where(is_nan > 0, -1, token))
+    tl.store(value_ptr + at, value)
+    tl.store(id_ptr + at, tl.where(is_nan > 0, -1, token))
+    if HAS_LOGPROBS:
+        highest = tl.max(tl.where(raw != raw, float("-inf"), raw), axis=0)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        tl.store(stats_ptr + 2 * at, highest)
+        tl.store(stats_ptr + 2 * at + 1, tl.sum(tl.exp(raw - base), axis=0))
 
 
-@kernel(sizes=["num_blocks"])
-def _row_argmax_kernel(value_ptr, id_ptr, out_ptr, num_blocks, BLOCK: tl.constexpr):
+@kernel(sizes=["num_blocks"], indices=["value_ptr", "id_ptr"])
+def _row_argmax_kernel(
+    value_ptr,
+    id_ptr,
+    stats_ptr,
+    logits_ptr,
+    out_ptr,
+    logprob_ptr,
+    num_blocks,
+    VOCAB: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < num_blocks
@@ -53,111 +122,120 @@ def _row_argmax_kernel(value_ptr, id_ptr, out_ptr, num_blocks, BLOCK: tl.constex
     value, token = _highest(value, token)
     is_invalid |= value == float("-inf")
     tl.store(out_ptr + row, tl.where(is_invalid, -1, token).to(tl.int64))
+    if HAS_LOGPROBS:
+        at = 2 * (row * num_blocks + offs)
+        highest = tl.load(stats_ptr + at, mask=mask, other=float("-inf"))
+        total = tl.load(stats_ptr + at + 1, mask=mask, other=0.0)
+        base = tl.max(highest, axis=0)
+        total = tl.sum(total * tl.exp(highest - base), axis=0)
+        picked = tl.load(logits_ptr + row * VOCAB + tl.where(is_invalid, 0, token))
+        logprob = picked - base - tl.log(total)
+        tl.store(logprob_ptr + row, tl.where(is_invalid, float("nan"), logprob))
 
 
-def masked_argmax(logits: Tensor, num_valid: int) -> Tensor:
+def masked_argmax(
+    logits: Tensor,
+    num_valid: int,
+    bitmask: Tensor | None = None,
+    held_ids: Tensor | None = None,
+    temperatures: Tensor | None = None,
+    thresholds: Tensor | None = None,
+    noise: Sequence[tuple[int, int, int]] | None = None,
+    with_logprobs: bool = False,
+) -> Picks:
     """The highest-scoring id of each row, the lowest id on a tie: two launches.
 
     | tensor | shape | dtype | dir | meaning |
     | --- | --- | --- | --- | --- |
     | logits | [M, V] | float32 | in | |
-    | num_valid | int | | in | ids at and past it do not exist (padded columns) and are not read |
-    | result | [M] | int64 | out | in [0, num_valid), or -1 where a valid id is NaN or all are -inf |
+    | num_valid | int | | in | ids at and past it do not exist (padded columns) |
+    | bitmask | [M, V / 32] | int32 | in | bit i of word w allows id 32 w + i |
+    | held_ids | [M, h] | int32 | in | ids that may not be picked (EOS before min_tokens); -1: none |
+    | temperatures | [M] | float32 | in | 0: the row is greedy, and neither threshold nor noise touches it |
+    | thresholds | [M] | float32 | in | from `thresholds`: logits / temperature below it are dropped |
+    | noise | M triples | | in | (seed, sample, position) that name a row's Gumbel noise; needs temperatures |
+    | result token_ids | [M] | int64 | out | in [0, num_valid), or -1 where a valid id is NaN or none is left |
+    | result logprobs | [M] | float32 | out | with `with_logprobs`: log-softmax of the raw logits at the pick, else None |
 
-    Requires: a contiguous 16-byte aligned tensor; 1 <= num_valid <= V.
+    Score of an id: logits / temperature + noise. +inf counts as certain.
+
+    Masked, held and dropped ids are read all the same; ids at and past num_valid are not.
+
+    Requires: contiguous 16-byte aligned logits; contiguous masks and held ids; 1 <= num_valid <= V. Source: the Gumbel-max trick (Gumbel 1954).
     """
     check("masked_argmax", "logits", logits, (None, None), torch.float32)
+    check_picks("masked_argmax", logits, num_valid, bitmask, held_ids)
     num_rows, vocab = logits.shape
-    if not 1 <= num_valid <= vocab:
-        raise ValueError(f"masked_argmax: num_valid: expected 1 to {vocab}, got {num_valid}")
+    check_rows("masked_argmax", num_rows, bitmask, held_ids, temperatures, thresholds)
+    words = None if noise is None else noise_words(noise, logits.device)
     num_blocks = ceil_div(num_valid, BLOCK_IDS)
-    values = logits.new_empty(num_rows, num_blocks)
-    token_ids = logits.new_empty(num_rows, num_blocks, dtype=torch.int32)
-    out = logits.new_empty(num_rows, dtype=torch.int64)
+    values = logits.new_empty(num_rows * num_blocks)
+    block_ids = logits.new_empty(num_rows * num_blocks, dtype=torch.int32)
+    stats = logits.new_empty(2 * num_rows * num_blocks if with_logprobs else 0)
+    token_ids = logits.new_empty(num_rows, dtype=torch.int64)
+    logprobs = logits.new_empty(num_rows) if with_logprobs else None
     launch(
         _block_argmax_kernel,
-        (num_blocks, num_rows),
+        (num_rows, num_blocks),
         logits,
+        *(logits if t is None else t for t in (bitmask, held_ids, temperatures, thresholds, words)),
         values,
-        token_ids,
+        block_ids,
+        stats,
         num_valid,
+        0 if bitmask is None else bitmask.shape[1],
         num_blocks,
         VOCAB=vocab,
+        HAS_BITMASK=bitmask is not None,
+        NUM_HELD=0 if held_ids is None else held_ids.shape[1],
+        HAS_TEMPERATURES=temperatures is not None,
+        HAS_THRESHOLDS=thresholds is not None,
+        HAS_NOISE=noise is not None,
+        HAS_LOGPROBS=with_logprobs,
         BLOCK=BLOCK_IDS,
-        num_warps=ARGMAX_WARPS,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
     launch(
         _row_argmax_kernel,
         (num_rows,),
         values,
+        block_ids,
+        stats,
+        logits,
         token_ids,
-        out,
+        logits if logprobs is None else logprobs,
         num_blocks,
+        VOCAB=vocab,
+        HAS_LOGPROBS=with_logprobs,
         BLOCK=next_power_of_2(ceil_div(vocab, BLOCK_IDS)),
         num_warps=1,
         enable_fp_fusion=False,
     )
-    return out
+    return Picks(token_ids, logprobs)
 
 
-@triton.jit
-def _log1p(x):
-    # Kahan's: the quotient mends the rounding of 1 + x
-    total = 1.0 + x
-    is_small = total == 1.0
-    return tl.where(is_small, x, tl.log(total) * (x / tl.where(is_small, 1.0, total - 1.0)))
-
-
-@kernel(sizes=["num_ids"], indices=["keys_ptr"])
-def _gumbel_kernel(keys_ptr, out_ptr, num_ids, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    groups = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    c0 = groups.to(tl.uint32)
-    c1 = tl.zeros((BLOCK // 4,), dtype=tl.uint32) + tl.load(keys_ptr + 4 * row + 3).to(tl.uint32)
-    c2 = tl.zeros((BLOCK // 4,), dtype=tl.uint32) + tl.load(keys_ptr + 4 * row + 2).to(tl.uint32)
-    c3 = tl.zeros((BLOCK // 4,), dtype=tl.uint32)
-    k0 = tl.load(keys_ptr + 4 * row).to(tl.uint32)
-    k1 = tl.load(keys_ptr + 4 * row + 1).to(tl.uint32)
-    for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
-        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # [BLOCK // 4, 2, 2]: word 2 i + j
-    words = tl.reshape(words, (BLOCK,))
-    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # words are rounded to 24 bits only where they are that long: finest near 0, the tail that decides a pick
-    u = tl.minimum((words.to(tl.float64) + 0.5) * 2.3283064365386963e-10, 1.0).to(tl.float32)
-    u = tl.minimum(u, 0.99999994)
-    noise = -tl.log(-_log1p(-u))
-    tl.store(out_ptr + row * num_ids + ids, noise, mask=ids < num_ids)
-
-
-def gumbel(seeds: Sequence[tuple[int, int, int]], num_ids: int, device: torch.device | None = None) -> Tensor:
-    """Standard Gumbel noise, float32 [M, num_ids], for M rows named by (seed, sample, position).
-
-    Philox4x32-10 with key = the seed's low and high 32 bits and counter = (id // 4, position, sample, 0); id takes
-    word id % 4. A word x gives u = (x + 1/2) 2^-32, at most 1 - 2^-24, and noise = -log(-log1p(-u)): u is finest near
-    0, which is the Gumbel tail that decides a pick.
-
-    Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3.
-    """
-    words = [
-        (seed & WORD, (seed >> 32) & WORD, sample & WORD, position & WORD) for seed, sample, position in seeds
-    ]
-    out = torch.empty(len(words), num_ids, dtype=torch.float32, device=device)
-    if words:
-        keys = torch.tensor(words, dtype=torch.int64, device=device)
-        launch(
-            _gumbel_kernel,
-            (ceil_div(num_ids, NOISE_IDS), len(words)),
-            keys,
-            out,
-            num_ids,
-            BLOCK=NOISE_IDS,
-            num_warps=NOISE_WARPS,
-            enable_fp_fusion=False,
-        )
-    return out
+def check_rows(
+    operator: str,
+    num_rows: int,
+    bitmask: Tensor | None,
+    held_ids: Tensor | None,
+    temperatures: Tensor | None,
+    thresholds: Tensor | None,
+) -> None:
+    """Raise ValueError where a tensor that goes with the rows does not lie as the kernels read it."""
+    for name, tensor, ndim, dtype in (
+        ("bitmask", bitmask, 2, torch.int32),
+        ("held_ids", held_ids, 2, torch.int32),
+        ("temperatures", temperatures, 1, torch.float32),
+        ("thresholds", thresholds, 1, torch.float32),
+    ):
+        if tensor is not None and (
+            tensor.shape[0] != num_rows
+            or tensor.ndim != ndim
+            or tensor.dtype is not dtype
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"{operator}: {name}: expected contiguous {dtype} rows for {num_rows}, got {describe(tensor)}"
+            )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metrale.kernels.picks import Picks
+
 
 def whole_head(key_dim: int, value_dim: int) -> int:
     """`num_tiles` of operators that fold a head's state at once."""
@@ -39,8 +41,8 @@ class Ops:
     attention_verify: Callable[..., Tensor]
     attention_prefill: Callable[..., Tensor]
     moe: Callable[..., Tensor]
-    masked_argmax: Callable[..., Tensor]
-    gumbel: Callable[..., Tensor]
+    masked_argmax: Callable[..., Picks]
+    thresholds: Callable[..., Tensor]
     max_key_dim: int | None = None
     max_conv_width: int | None = None
     num_tiles: Callable[[int, int], int] = whole_head

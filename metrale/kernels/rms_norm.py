@@ -1,4 +1,4 @@
-"""`rms_norm` in Triton: one program a row."""
+"""`rms_norm` in Triton: a program norms the rows that its registers hold."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import check, kernel, launch, next_power_of_2
+from metrale.kernels.launch import ceil_div, check, kernel, launch, next_power_of_2
+
+TILE = 16384
+"""Elements of a program's tile, 64 a thread: several rows share one read of the scales."""
+NUM_WARPS = 8
 
 
-def num_warps_of(size: int) -> int:
-    """Warps for a row of `size` elements: 16 elements a thread, one to eight warps."""
-    return min(8, max(1, next_power_of_2(size) // 512))
-
-
-@kernel()
-def _rms_norm_kernel(x_ptr, scale_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@kernel(sizes=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr, scale_ptr, out_ptr, num_rows, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs = tl.arange(0, BLOCK)
-    mask = offs < SIZE
-    x = tl.load(x_ptr + row * SIZE + offs, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + offs, mask=mask, other=0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    tl.store(out_ptr + row * SIZE + offs, (x * inverse * scale).to(out_ptr.dtype.element_ty), mask=mask)
+    mask = (rows < num_rows)[:, None] & (offs < SIZE)[None, :]
+    at = rows[:, None] * SIZE + offs[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + offs, mask=offs < SIZE, other=0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / SIZE + eps)
+    out = x * inverse[:, None] * scale[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -41,16 +44,20 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     check("rms_norm", "x", x, (None, size), torch.float32, torch.bfloat16)
     check("rms_norm", "scale", scale, (size,), torch.float32)
     out = torch.empty_like(x)
+    block = next_power_of_2(size)
+    rows = min(16, max(1, TILE // block))
     launch(
         _rms_norm_kernel,
-        (x.shape[0],),
+        (ceil_div(x.shape[0], rows),),
         x,
         scale,
         out,
+        x.shape[0],
         eps,
         SIZE=size,
-        BLOCK=next_power_of_2(size),
-        num_warps=num_warps_of(size),
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
     return out

@@ -13,11 +13,12 @@ from metrale.kernels.gdn_chunk import gdn_chunk
 from metrale.kernels.gdn_verify import CONFIGS, gdn_verify, num_tiles
 from metrale.kernels.launch import IS_INTERPRETED
 from metrale.kernels.linear import linear
-from metrale.kernels.masked_argmax import gumbel, masked_argmax
+from metrale.kernels.masked_argmax import masked_argmax
 from metrale.kernels.moe import moe
 from metrale.kernels.ops import Ops
 from metrale.kernels.rms_norm import rms_norm
 from metrale.kernels.rotary_store import rotary_store
+from metrale.kernels.thresholds import thresholds
 
 
 def ops(name: str) -> Ops:
@@ -48,7 +49,7 @@ def ops(name: str) -> Ops:
         attention_prefill=attention_prefill,
         moe=moe,
         masked_argmax=masked_argmax,
-        gumbel=gumbel,
+        thresholds=thresholds,
         max_key_dim=max(CONFIGS),
         max_conv_width=MAX_WIDTH,
         num_tiles=num_tiles,

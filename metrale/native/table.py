@@ -12,8 +12,9 @@ from metrale.native.gdn import MOST_KEY_DIM, gdn_chunk, gdn_verify
 from metrale.native.linear import linear
 from metrale.native.moe import moe
 from metrale.native.norms import gated_rms_norm, rms_norm
-from metrale.native.pick import gumbel, masked_argmax
+from metrale.native.pick import masked_argmax
 from metrale.native.rotary import rotary_store
+from metrale.reference.pick import thresholds
 
 
 def ops() -> Ops:
@@ -35,7 +36,7 @@ def ops() -> Ops:
         attention_prefill=attention_prefill,
         moe=moe,
         masked_argmax=masked_argmax,
-        gumbel=gumbel,
+        thresholds=thresholds,
         max_key_dim=MOST_KEY_DIM,
         max_conv_width=MOST_TAPS,
     )

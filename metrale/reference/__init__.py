@@ -12,7 +12,8 @@ from metrale.reference.gdn import gdn_chunk, gdn_verify
 from metrale.reference.linear import linear
 from metrale.reference.moe import moe
 from metrale.reference.norms import gated_rms_norm, rms_norm
-from metrale.reference.pick import gumbel, masked_argmax
+from metrale.reference.pick import gumbel as gumbel
+from metrale.reference.pick import masked_argmax, thresholds
 from metrale.reference.state_copy import state_copy as state_copy
 
 
@@ -34,5 +35,5 @@ def ops() -> Ops:
         attention_prefill=attention_prefill,
         moe=moe,
         masked_argmax=masked_argmax,
-        gumbel=gumbel,
+        thresholds=thresholds,
     )

@@ -16,8 +16,8 @@ from metrale.kernels.ops import Ops
 from metrale.native import table
 
 OPERATORS = [field.name for field in fields(Ops) if "Callable[...," in str(field.type)]
-OUTSIDE_THE_TABLE = ["accept", "state_copy"]
-KERNEL_MODULES = {"attention_prefill": "attention_verify", "gumbel": "masked_argmax"}
+OUTSIDE_THE_TABLE = ["accept", "gumbel", "state_copy"]
+KERNEL_MODULES = {"attention_prefill": "attention_verify"}
 
 
 def parameters(operator: Callable[..., Any]) -> list[tuple[str, Any, Any, Any]]:

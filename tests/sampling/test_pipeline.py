@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from metrale import reference
 from metrale.kernels.ops import Ops
+from metrale.kernels.picks import Picks
+from metrale.reference.pick import NUCLEUS_WIDTH, processed
 from metrale.sampling.params import SamplingParams
-from metrale.sampling.pipeline import NUCLEUS_WIDTH, PickRow, choose, pick
+from metrale.sampling.pipeline import PickRow, choose, pick
 
 OPS = reference.ops()
 NAN, INF = math.nan, math.inf
@@ -48,18 +51,36 @@ def with_block_noise(ops: Ops = OPS) -> Ops:
         seeds: Sequence[tuple[int, int, int]], num_ids: int, device: torch.device | None = None
     ) -> Tensor:
         assert num_ids % 4 == 0
-        return OPS.gumbel(seeds[:1], len(seeds) * num_ids, device).reshape(len(seeds), num_ids)
+        return reference.gumbel(seeds[:1], len(seeds) * num_ids, device).reshape(len(seeds), num_ids)
 
-    return dataclasses.replace(ops, gumbel=gumbel)
+    def masked_argmax(logits: Tensor, num_valid: int, **options: Any) -> Picks:
+        scores = processed(
+            logits,
+            num_valid,
+            None,
+            None,
+            options["temperatures"],
+            options["thresholds"],
+            options["noise"],
+            gumbel,
+        )
+        return ops.masked_argmax(scores, num_valid)
+
+    return dataclasses.replace(ops, masked_argmax=masked_argmax)
 
 
 def kept_ids(logits: Tensor, params: SamplingParams) -> set[int]:
-    """Ids that the stages leave a chance, seen where the pick hands its scores to the argmax."""
+    """Ids that the stages leave a chance: what is not below the threshold."""
     seen: list[Tensor] = []
 
-    def masked_argmax(scores: Tensor, num_valid: int) -> Tensor:
-        seen.append(scores)
-        return OPS.masked_argmax(scores, num_valid)
+    def masked_argmax(logits: Tensor, num_valid: int, **options: Any) -> Picks:
+        limits = {name: options.get(name) for name in ("temperatures", "thresholds")}
+        seen.append(
+            processed(
+                logits, num_valid, None, None, limits["temperatures"], limits["thresholds"], None, OPS.linear
+            )
+        )
+        return OPS.masked_argmax(logits, num_valid, **options)
 
     tokens(logits[None], rows_of(params, 1), ops=dataclasses.replace(OPS, masked_argmax=masked_argmax))
     return set((seen[0][0] > -INF).nonzero().flatten().tolist())
@@ -299,7 +320,7 @@ def test_the_formula() -> None:
     torch.manual_seed(0)
     logits = torch.randn(20, 77)
     rows = [PickRow(SamplingParams(temperature=0.6), 9, 3, i) for i in range(20)]
-    noise = OPS.gumbel([(9, 3, i) for i in range(20)], 77)
+    noise = reference.gumbel([(9, 3, i) for i in range(20)], 77)
     want = (logits / torch.tensor(0.6) + noise).argmax(dim=-1).tolist()
     assert tokens(logits, rows) == want
 
