@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class Groups:
     cu_rows: Tensor
     page_table: Tensor
     host: tuple[HostGroup, ...]
+    _tiles: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_groups(self) -> int:
@@ -66,7 +67,12 @@ class Groups:
         return self.host[-1].first_row + self.host[-1].num_rows if self.host else 0
 
     def tiles(self, height: int) -> Tensor:
-        """Every group cut into tiles of `height` rows: (group, tile) pairs, int32 [tiles, 2]."""
+        """Every group cut into tiles of `height` rows: (group, tile) pairs, int32 [tiles, 2]; made once for all layers."""
+        if height not in self._tiles:
+            self._tiles[height] = self._cut(height)
+        return self._tiles[height]
+
+    def _cut(self, height: int) -> Tensor:
         pairs = [
             part
             for n, group in enumerate(self.host)

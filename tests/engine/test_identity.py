@@ -19,6 +19,8 @@ BACKENDS = [
     pytest.param("torch", "float32", id="torch-float32"),
     pytest.param("torch", "bfloat16", id="torch-bfloat16"),
     pytest.param("cpu", "float32", id="cpu", marks=needs_compiler),
+    pytest.param("triton", "bfloat16", id="triton-bfloat16", marks=pytest.mark.gpu),
+    pytest.param("triton", "float32", id="triton-float32", marks=pytest.mark.gpu),
 ]
 METHODS = ("scripted", "scripted", "ngram", "mtp", None)
 

@@ -1,4 +1,4 @@
-"""Runs the suite in `interpreted/` where kernels are interpreted."""
+"""Runs the suite in a process whose kernels are interpreted: the choice binds when triton is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_suite_passes_under_the_interpreter() -> None:
         "no:cacheprovider",
         "-n",
         "2",
-        str(HERE / "interpreted"),
+        str(HERE / "suite"),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)

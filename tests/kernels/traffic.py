@@ -34,7 +34,7 @@ from metrale.kernels.rms_norm import rms_norm
 from metrale.kernels.rotary_store import rotary_store
 from metrale.kernels.state_copy import state_copy
 from metrale.kernels.thresholds import thresholds
-from tests.kernels.interpreted.cases import GdnPool, GdnShape, Layer, randn
+from tests.kernels.suite.cases import GdnPool, GdnShape, Layer, randn
 from tests.reference.oracles import groups_of
 
 BF16 = torch.bfloat16

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from metrale.kernels.groups import Groups
 
-CPU = torch.device("cpu")
-
 
 def randn(*size: int, seed: int = 0) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed + sum(size)))
+    generator = torch.Generator().manual_seed(seed + sum(size))
+    return torch.randn(*size, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -26,7 +25,11 @@ def groups_of(
     triples: Sequence[tuple[int, int, int]], pages: Sequence[Sequence[int]] | None = None
 ) -> Groups:
     """Groups from (slot, start, num_rows) triples, with a page list each where attention is meant."""
-    return Groups.build(list(triples), [list(p) for p in pages] if pages else [[] for _ in triples], CPU)
+    return Groups.build(
+        list(triples),
+        [list(p) for p in pages] if pages else [[] for _ in triples],
+        torch.get_default_device(),
+    )
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
+from metrale.kernels.launch import IS_INTERPRETED
 from metrale.kernels.table import ops
-from tests.kernels.interpreted.cases import randn
+from tests.kernels.suite.cases import randn
 from tests.kernels.traffic import CASES, metered
+
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="counts what the interpreter does")
 
 
 @triton.jit

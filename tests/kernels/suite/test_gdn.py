@@ -14,7 +14,7 @@ from metrale.kernels.conv_verify import conv_verify
 from metrale.kernels.gdn_chunk import gdn_chunk
 from metrale.kernels.gdn_verify import gdn_verify
 from metrale.kernels.ops import Ops
-from tests.kernels.interpreted.cases import (
+from tests.kernels.suite.cases import (
     DTYPES,
     GDN_SHAPES,
     GdnPool,

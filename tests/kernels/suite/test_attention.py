@@ -10,7 +10,7 @@ from metrale import reference
 from metrale.kernels import attention_verify as module
 from metrale.kernels.attention_verify import attention_prefill, attention_verify
 from metrale.kernels.rotary_store import rotary_store
-from tests.kernels.interpreted.cases import DTYPES, assert_near, randn
+from tests.kernels.suite.cases import DTYPES, assert_near, randn
 from tests.reference.oracles import groups_of
 
 ORACLE = reference.ops()

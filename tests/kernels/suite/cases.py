@@ -18,6 +18,10 @@ def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return oracles.randn(*size, seed=seed).to(dtype)
 
 
+def permutation(size: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(size), device="cpu")
+
+
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Equal shapes and dtypes, NaN at the same places, all else within the dtype's tolerance."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)

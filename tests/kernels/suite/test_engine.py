@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from metrale.kernels.launch import IS_INTERPRETED
 from metrale.sampling.params import SamplingParams
 from tests.engine.schedules import Request, Schedule, assert_same, run, solo
 from tests.model import checkpoints
 
+BACKEND = "interpret" if IS_INTERPRETED else "triton"
 REQUESTS = [
     Request((5, 9, 2), SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)),
     Request(
@@ -41,6 +43,6 @@ def test_schedules_equal_solo_runs(
     config = checkpoints.text_config(model_type, tie_word_embeddings=True)
     plain = checkpoints.save(checkpoints.build(config), tmp_path / "plain")
     model = checkpoints.copy_with_mtp(plain, tmp_path / "model")
-    answers = solo(model, "interpret", dtype, requests)
+    answers = solo(model, BACKEND, dtype, requests)
     for schedule in schedules:
-        assert_same(answers, run(model, "interpret", dtype, requests, schedule, answers))
+        assert_same(answers, run(model, BACKEND, dtype, requests, schedule, answers))

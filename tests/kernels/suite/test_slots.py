@@ -11,7 +11,7 @@ from metrale.kernels.accept import accept
 from metrale.kernels.state_copy import state_copy
 from metrale.reference.accept import accept as accept_oracle
 from metrale.reference.state_copy import state_copy as copy_oracle
-from tests.kernels.interpreted.cases import DTYPES, randn
+from tests.kernels.suite.cases import DTYPES, randn
 from tests.reference.oracles import groups_of
 
 

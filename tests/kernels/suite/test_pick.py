@@ -13,7 +13,7 @@ from metrale.kernels.gumbel import gumbel
 from metrale.kernels.masked_argmax import BLOCK_IDS, masked_argmax
 from metrale.kernels.picks import Truncation
 from metrale.kernels.thresholds import thresholds
-from tests.kernels.interpreted.cases import randn
+from tests.kernels.suite.cases import randn
 
 VOCAB = 2 * BLOCK_IDS + 37
 NUM_ROWS = 7
@@ -52,7 +52,9 @@ class Row:
         self.logits[5, 77] = torch.nan
         words = -(-VOCAB // 32)
         generator = torch.Generator().manual_seed(seed)
-        self.bitmask = torch.randint(-(2**31), 2**31, (NUM_ROWS, words), generator=generator).to(torch.int32)
+        self.bitmask = torch.randint(
+            -(2**31), 2**31, (NUM_ROWS, words), generator=generator, device="cpu"
+        ).to(torch.get_default_device(), torch.int32)
         self.bitmask[6] = 0
         self.held_ids = self.logits.topk(3).indices.to(torch.int32)
         self.held_ids[0] = -1

@@ -9,7 +9,7 @@ from metrale import reference
 from metrale.kernels.gated_rms_norm import gated_rms_norm
 from metrale.kernels.linear import linear
 from metrale.kernels.rms_norm import rms_norm
-from tests.kernels.interpreted.cases import DTYPES, assert_near, randn
+from tests.kernels.suite.cases import DTYPES, assert_near, permutation, randn
 
 ORACLE = reference.ops()
 EPS = 1e-6
@@ -39,7 +39,7 @@ def test_linear_parity(num_rows: int, inner: int, num_outputs: int, dtype: torch
 @pytest.mark.parametrize("is_prompt", [False, True])
 def test_linear_rows_do_not_see_one_another(is_prompt: bool, dtype: torch.dtype) -> None:
     x, weight, scale = randn(40, 72, dtype=dtype), randn(48, 72, seed=1, dtype=dtype), randn(72).abs()
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    order = permutation(40)
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         return linear(x, weight, 0 if is_prompt else len(x), silu_mul=True, norm=scale, eps=EPS)
