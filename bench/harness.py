@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class GateError(Exception):
@@ -100,6 +100,8 @@ def _progress(total: int, console: Console | None) -> Iterator[Callable[[str], N
     if console is None or not console.is_terminal:
         yield lambda name: None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total, completed=-1)
@@ -109,7 +111,7 @@ def _progress(total: int, console: Console | None) -> Iterator[Callable[[str], N
 def machine() -> dict[str, Any]:
     """What a figure depends on besides the code: processor, cores, versions."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -117,7 +119,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's name as the system gives it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from bench.harness import GateError, processor
-from bench.kernels.problem import OURS, Problem, Row, difference
+from bench.kernels.problem import OURS, Oracle, Problem, Row, difference
 from bench.kernels.timing import copy_bandwidth, interleave, median_and_spread, runner_of
-from metrale import reference
 
-HOMES = {"attention_prefill": "attention_verify", "gumbel": "masked_argmax"}
+HOMES = {"attention_prefill": "attention_verify"}
 """Modules of the operators that do not stand in one of their own name."""
+KERNELS = ("triton", "interpret")
 ROUNDS = {"cpu": 5, "cuda": 25}
 
 
@@ -27,9 +27,8 @@ class TritonOperators:
     """The kernels by name, each imported when it is asked for, so that one that is broken takes no other down."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(
-            import_module(f"metrale.kernels.{HOMES.get(name, name)}"), name
-        )
+        module = import_module(f"metrale.kernels.{HOMES.get(name, name)}")
+        found: Callable[..., Any] = getattr(module, name)
         return found
 
 
@@ -38,14 +37,20 @@ def default_backend() -> str:
 
 
 def operators(backend: str) -> Any:
-    """The table of operators of `triton`, `torch` or `cpu`."""
-    if backend == "triton":
+    """The table of operators of `triton`, `interpret` (the kernels under Triton's interpreter), `torch` or `cpu`."""
+    if backend in KERNELS:
         return TritonOperators()
     if backend == "torch":
-        return reference.ops()
+        return Oracle()
     from metrale.engine.backends import backend_ops
 
     return backend_ops(backend)
+
+
+def one_thread_on_a_cpu(backend: str) -> None:
+    """The sizes that a CPU gets are too small to share out."""
+    if backend != "triton":
+        torch.set_num_threads(1)
 
 
 def device_of(backend: str) -> torch.device:
@@ -75,13 +80,13 @@ def measure(problem: Problem, backend: str, rounds: int | None = None) -> list[R
     rows: dict[str, Row] = {}
     runners = {}
     for each in (problem, *problem.beside):
-        if each.needs_gpu and device.type != "cuda":
+        if each.needs_triton and backend not in KERNELS:
             continue
         try:
             gate(each, ops, device)
             runners[each.variant] = runner_of(each, ops, device)
         except Exception as error:
-            if each is problem or is_fatal(error):
+            if each is problem or is_device_lost():
                 raise
             rows[each.variant] = Row.of(each, note=one_line(error))
     interleave(list(runners.values()), rounds or ROUNDS[device.type])
@@ -99,10 +104,15 @@ def measure(problem: Problem, backend: str, rounds: int | None = None) -> list[R
     return [rows[each.variant] for each in (problem, *problem.beside) if each.variant in rows]
 
 
-def is_fatal(error: BaseException) -> bool:
-    """Whether the device's context is lost, and every later figure with it."""
-    is_memory = isinstance(error, torch.OutOfMemoryError)
-    return not is_memory and isinstance(error, RuntimeError) and "CUDA error" in str(error)
+def is_device_lost() -> bool:
+    """Whether the GPU's context is broken, and every later figure with it."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def one_line(error: BaseException) -> str:
@@ -143,13 +153,27 @@ def title(backend: str) -> str:
     if backend == "triton":
         bandwidth = copy_bandwidth() * 1e-12
         return f"Triton kernels on {torch.cuda.get_device_name()}: copy bandwidth {bandwidth:.2f} TB/s, cold L2, graph replay"
-    what = "the torch backend's operators" if backend == "torch" else "the cpu backend's operators"
+    what = f"the {backend} backend's operators"
+    if backend == "interpret":
+        return f"{what}: gated, but an interpreter's times say nothing"
     return f"{what} on a CPU, not the Triton kernels: {processor()}, {torch.get_num_threads()} threads"
 
 
 def table(rows: Sequence[Row], heading: str) -> str:
     """Plain text, a line a row; a baseline's line says how much longer it takes than ours."""
-    columns = ("operator", "shape", "dtype", "variant", "MB", "us", "x", "spread", "% copy", "TFLOP/s", "note")
+    columns = (
+        "operator",
+        "shape",
+        "dtype",
+        "variant",
+        "MB",
+        "us",
+        "x",
+        "spread",
+        "% copy",
+        "TFLOP/s",
+        "note",
+    )
     lines = [columns]
     ours: dict[tuple[str, str, str], float] = {}
     for row in rows:
@@ -174,7 +198,10 @@ def table(rows: Sequence[Row], heading: str) -> str:
     return "\n".join(
         [heading]
         + [
-            "  ".join(c.ljust(w) if i in is_left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+            "  ".join(
+                c.ljust(w) if i in is_left else c.rjust(w)
+                for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
             for line in lines
         ]
     )
@@ -193,6 +220,7 @@ def main(
     options = parser.parse_args(arguments)
     backend = options.backend or default_backend()
     is_small = options.small or backend != "triton"
+    one_thread_on_a_cpu(backend)
     try:
         rows = [row for _, some in measure_all(problems(is_small), backend, options.rounds) for row in some]
     except GateError as error:
@@ -205,8 +233,12 @@ def main(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backend", choices=("triton", "torch", "cpu"), help="default: triton on a GPU, else torch"
+        "--backend",
+        choices=("triton", "torch", "cpu", "interpret"),
+        help="default: triton on a GPU, else torch",
     )
-    parser.add_argument("--rounds", type=int, help="timed rounds; the median counts (default: 25, 5 on a CPU)")
+    parser.add_argument(
+        "--rounds", type=int, help="timed rounds; the median counts (default: 25, 5 on a CPU)"
+    )
     parser.add_argument("--small", action="store_true", help="the sizes that a CPU gets")
     parser.add_argument("--json", type=Path, help="where to write the rows")

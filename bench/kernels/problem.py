@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,28 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Outputs = tuple[Tensor, ...]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Oracle:
+    """The definitions of the operators, those too that no backend's table holds."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        found: Any = getattr(reference, name, None)
+        if not callable(found):
+            found = getattr(import_module(f"metrale.reference.{name}"), name)
+        definition: Callable[..., Any] = found
+        return definition
+
+
 class Target(NamedTuple):
-    """What a figure must reach. `no_slower_than` names a variant that is timed beside it."""
+    """What a figure must reach; `max_times` is of the time that the variant `beside` takes in the same rounds."""
 
     max_us: float | None = None
     min_percent: float | None = None
-    no_slower_than: str | None = None
+    max_times: float | None = None
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,7 @@ class Problem:
     | run | does the work with a table of operators; returns what it wrote, as views |
     | expect | what the oracle writes for fresh inputs; None: `run` with the oracle's own table |
     | reset | puts back what a run advanced, so that the next one does the same work; never timed |
-    | needs_gpu | a baseline that has no form for a CPU |
+    | needs_triton | a baseline that is a Triton kernel |
     | beside | baselines, timed in the same rounds |
     """
 
@@ -52,12 +69,12 @@ class Problem:
     reset: Callable[[Any], None] | None = None
     num_flops: int = 0
     variant: str = OURS
-    needs_gpu: bool = False
+    needs_triton: bool = False
     targets: tuple[Target, ...] = ()
     beside: tuple[Problem, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.shape}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.shape}, {dtype_name(self.dtype)}"
 
     def baseline(self, variant: str, run: Callable[[Any, Any], Outputs], **changes: Any) -> Problem:
         """The same problem solved by `variant`, which owes the same outputs."""
@@ -67,7 +84,7 @@ class Problem:
         )
 
     def by_reference(self, inputs: Any) -> Outputs:
-        return self.run(reference.ops(), inputs)
+        return self.run(Oracle(), inputs)
 
     def with_baselines(self, *baselines: Problem) -> Problem:
         return replace(self, beside=self.beside + baselines)
@@ -90,8 +107,14 @@ class Row:
 
     @staticmethod
     def of(problem: Problem, **figures: Any) -> Row:
-        dtype = str(problem.dtype).removeprefix("torch.")
-        return Row(problem.operator, problem.shape, dtype, problem.variant, problem.num_bytes, **figures)
+        return Row(
+            problem.operator,
+            problem.shape,
+            dtype_name(problem.dtype),
+            problem.variant,
+            problem.num_bytes,
+            **figures,
+        )
 
 
 def difference(got: Tensor, want: Tensor, dtype: torch.dtype) -> str | None:
@@ -111,40 +134,28 @@ def difference(got: Tensor, want: Tensor, dtype: torch.dtype) -> str | None:
     return f"an error of {error:.2e} against a largest element of {largest:.2e}"
 
 
-def is_same(problem: Problem, row: Row) -> bool:
-    """Whether `row` reports a variant of `problem`."""
-    return (row.operator, row.shape, row.dtype) == (
-        problem.operator,
-        problem.shape,
-        str(problem.dtype).removeprefix("torch."),
-    )
-
-
 def checks(problem: Problem, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Each of the problem's targets against its rows: what, figure, limit, met (None: no figure to judge by)."""
-    times = {row.variant: row for row in rows if is_same(problem, row)}
-    ours = times.get(problem.variant)
-    found = []
-    for target in problem.targets:
-        if target.max_us is not None:
-            unit, figure, limit = "us, at most", ours and ours.us, target.max_us
-            is_met = None if figure is None else figure <= limit
-        elif target.min_percent is not None:
-            unit, figure, limit = "% of copy bandwidth, at least", ours and ours.percent, target.min_percent
-            is_met = None if figure is None else figure >= limit
-        else:
-            other = times.get(target.no_slower_than or "")
-            unit, figure = f"us, at most {target.no_slower_than}'s", ours and ours.us
-            limit = other.us if other else None
-            is_met = None if figure is None or limit is None else figure <= limit
-        found.append(
-            {
-                "operator": problem.operator,
-                "shape": problem.shape,
-                "unit": unit,
-                "figure": figure,
-                "limit": limit,
-                "is_met": is_met,
-            }
-        )
-    return found
+    key = (problem.operator, problem.shape, dtype_name(problem.dtype))
+    by_variant = {row.variant: row for row in rows if (row.operator, row.shape, row.dtype) == key}
+    return [
+        {"operator": problem.operator, "shape": problem.shape, **_check(target, problem.variant, by_variant)}
+        for target in problem.targets
+    ]
+
+
+def _check(target: Target, variant: str, by_variant: Mapping[str, Row]) -> dict[str, Any]:
+    ours = by_variant.get(variant)
+    us, percent = (ours.us, ours.percent) if ours else (None, None)
+    if target.min_percent is not None:
+        unit, figure, limit = "% of copy bandwidth, at least", percent, target.min_percent
+        is_met = None if figure is None else figure >= limit
+        return {"unit": unit, "figure": figure, "limit": limit, "is_met": is_met}
+    most = target.max_us
+    unit = "us, at most"
+    if target.max_times is not None:
+        other = by_variant.get(target.beside)
+        most = other.us * target.max_times if other and other.us else None
+        unit = f"us, at most {target.max_times} x {target.beside}'s"
+    is_met = None if us is None or most is None else us <= most
+    return {"unit": unit, "figure": us, "limit": most, "is_met": is_met}

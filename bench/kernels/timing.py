@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 
@@ -65,6 +68,38 @@ class CallRunner:
         return self._us
 
 
+class FixedTables:
+    """Keeps every small table that launchers make of host numbers, so that a captured launcher copies nothing."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+
+    def _keeping(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        def kept(*arguments: Any, **options: Any) -> Any:
+            key = (build, _frozen(arguments), tuple(sorted(options.items())))
+            if key not in self._made:
+                self._made[key] = build(*arguments, **options)
+            return self._made[key]
+
+        return kept
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within, every launcher that is loaded gets its tables here."""
+        with ExitStack() as stack:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("metrale.kernels.") and hasattr(module, "index_tensors"):
+                    kept = self._keeping(module.index_tensors)
+                    stack.enter_context(patch.object(module, "index_tensors", kept))
+            stack.enter_context(patch.object(torch, "tensor", self._keeping(torch.tensor)))
+            yield
+
+
+def _frozen(value: Any) -> Any:
+    """Nested lists as tuples, fit for a key."""
+    return tuple(_frozen(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
 class GraphRunner:
     """Replays one CUDA graph of many launches over several copies of the inputs, so that every launch meets a cold L2.
 
@@ -87,10 +122,12 @@ class GraphRunner:
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._tables = FixedTables()  # a graph reads them: they live as long
+        with self._tables.installed(), torch.cuda.stream(side):
             work(copies)
-        torch.cuda.synchronize()
-        self._replay = self._capture(lambda: work(self.num_launches), side)
+            self._put_back()
+            torch.cuda.synchronize()
+            self._replay = self._capture(lambda: work(self.num_launches), side)
 
     def _capture(self, work: Callable[[], None], side: torch.cuda.Stream) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -138,7 +175,8 @@ def num_copies(problem: Problem, l2_bytes: int) -> tuple[int, bool]:
 def num_launches(num_bytes: int, copies: int) -> int:
     """Launches of one graph, a multiple of the copies: about GRAPH_US by a guess of 3 us and 2 TB/s a launch."""
     guess = 3.0 + num_bytes / 2e6
-    return min(max(copies, MAX_LAUNCHES), copies * max(1, round(GRAPH_US / (guess * copies))))
+    wanted = round(GRAPH_US / (guess * copies))
+    return copies * max(1, min(wanted, MAX_LAUNCHES // copies))
 
 
 def runner_of(problem: Problem, ops: Any, device: torch.device) -> Runner:
@@ -170,5 +208,5 @@ def copy_bandwidth(num_bytes: int = COPY_BYTES, rounds: int = 20) -> float:
         end.record()
         events.append((start, end))
     torch.cuda.synchronize()
-    ms = statistics.median(start.elapsed_time(end) for start, end in events[3:])
+    ms: float = statistics.median(start.elapsed_time(end) for start, end in events[3:])
     return 2 * num_bytes / (ms * 1e-3)

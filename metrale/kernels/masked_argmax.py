@@ -14,7 +14,7 @@ from metrale.kernels.launch import ceil_div, check, describe, kernel, launch, ne
 from metrale.kernels.picks import Picks, check_picks, noise_words
 
 BLOCK_IDS = 4096
-NUM_WARPS = 4
+NUM_WARPS = 8
 NO_ID = tl.constexpr(2**31 - 1)
 WORD_BITS = tl.constexpr(32)
 
