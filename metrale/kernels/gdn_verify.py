@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,6 +17,8 @@ Every tile of a head reads its keys and queries again: with 128 rows, 64 state r
 sizes is one tile and reads them once. Taller tiles spill, and so does this one where key rows are no multiple of 4 elements.
 """
 ODD_ROWS = 32
+PART_DIM = 32
+"""Keys that lie side by side in a warp, 4 in a lane: 8 lanes hold a value row of the state and 3 shuffles sum it."""
 
 
 def tile_of(key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -28,6 +31,26 @@ def tile_of(key_dim: int, value_dim: int) -> tuple[int, int]:
 def num_tiles(key_dim: int, value_dim: int) -> int:
     """Programs a head, each of which keeps its own `num_folded`."""
     return ceil_div(value_dim, tile_of(key_dim, value_dim)[0])
+
+
+@triton.jit
+def load_parts(p_row, is_row, KEY_DIM: tl.constexpr, BLOCK_DK: tl.constexpr, PARTS: tl.constexpr):
+    """A key or query as float32 parts, zero where there is no row."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        offs = i * BLOCK_DK + tl.arange(0, BLOCK_DK)
+        part = tl.load(p_row + offs, mask=only_if(is_row, offs < KEY_DIM), other=0.0)
+        parts = parts + (part.to(tl.float32),)
+    return parts
+
+
+@triton.jit
+def advance(state, kept, delta, key, PARTS: tl.constexpr):
+    """The state after a row: fma(u, k, S e^g), element by element."""
+    after = ()
+    for i in tl.static_range(PARTS):
+        after = after + (tl.fma(delta[:, None], key[i][None, :], state[i] * kept),)
+    return after
 
 
 @kernel(
@@ -53,7 +76,8 @@ def _gdn_verify_kernel(
     NUM_VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_DK: tl.constexpr,  # of a part
     BLOCK_DV: tl.constexpr,
     NUM_TILES: tl.constexpr,
 ):
@@ -68,29 +92,30 @@ def _gdn_verify_kernel(
     p_folded = num_folded_ptr + (slot * NUM_VALUE_HEADS + i_head) * NUM_TILES + i_tile
     folded = tl.load(p_folded)
 
+    # the state in parts of [value rows, keys]: a sum over keys adds the parts in registers, then crosses few lanes
     offs_k = tl.arange(0, BLOCK_DK)
     offs_v = i_tile * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    mask_k = offs_k < KEY_DIM
     mask_v = offs_v < VALUE_DIM
-    mask_state = mask_v[:, None] & mask_k[None, :]
     p_state = (
         ssm_ptr
         + ((slot * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v[:, None]) * KEY_DIM
         + offs_k[None, :]
     )
-    state = tl.load(p_state, mask=only_if(folded > 0, mask_state), other=0.0)
+    state = ()
+    for i in tl.static_range(PARTS):
+        mask = mask_v[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
+        part = tl.load(p_state + i * BLOCK_DK, mask=only_if(folded > 0, mask), other=0.0)
+        state = state + (part,)
 
     # ring rows of this slot; one row a position
-    p_k = ring_k_ptr + (slot * ring_len * NUM_KEY_HEADS + i_key_head) * KEY_DIM + offs_k
+    p_k = ring_k_ptr + (slot * ring_len * NUM_KEY_HEADS + i_key_head) * KEY_DIM
     p_u = ring_u_ptr + (slot * ring_len * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v
     p_g = ring_g_ptr + slot * ring_len * NUM_VALUE_HEADS + i_head
 
     at = (folded % ring_len).to(tl.int64)
     is_row = folded < start + num_rows
     is_pending = folded < start
-    key = tl.load(p_k + at * (NUM_KEY_HEADS * KEY_DIM), mask=only_if(is_row, mask_k), other=0.0).to(
-        tl.float32
-    )
+    key = load_parts(p_k + at * (NUM_KEY_HEADS * KEY_DIM), is_row, KEY_DIM, BLOCK_DK, PARTS)
     decay = tl.load(p_g + at * NUM_VALUE_HEADS, mask=is_row, other=0.0)
     delta = tl.load(p_u + at * (NUM_VALUE_HEADS * VALUE_DIM), mask=only_if(is_pending, mask_v), other=0.0)
     for position in range(folded, start):
@@ -98,50 +123,57 @@ def _gdn_verify_kernel(
         at = tl.where(at == ring_len, 0, at)
         is_row = position + 1 < start + num_rows
         is_pending = position + 1 < start
-        next_key = tl.load(p_k + at * (NUM_KEY_HEADS * KEY_DIM), mask=only_if(is_row, mask_k), other=0.0)
+        next_key = load_parts(p_k + at * (NUM_KEY_HEADS * KEY_DIM), is_row, KEY_DIM, BLOCK_DK, PARTS)
         next_decay = tl.load(p_g + at * NUM_VALUE_HEADS, mask=is_row, other=0.0)
         next_delta = tl.load(
             p_u + at * (NUM_VALUE_HEADS * VALUE_DIM), mask=only_if(is_pending, mask_v), other=0.0
         )
-        state = tl.fma(delta[:, None], key[None, :], state * tl.exp(decay))
-        key, decay, delta = next_key.to(tl.float32), next_decay, next_delta
+        state = advance(state, tl.exp(decay), delta, key, PARTS)
+        key, decay, delta = next_key, next_decay, next_delta
 
     num_pending = start - folded
     if (num_pending > 0) & (num_pending + num_rows > fold_threshold):
-        tl.store(p_state, state, mask=mask_state)
+        for i in tl.static_range(PARTS):
+            mask = mask_v[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
+            tl.store(p_state + i * BLOCK_DK, state[i], mask=mask)
         tl.store(p_folded, start)
 
     row = first_row.to(tl.int64)
-    p_q = q_ptr + (row * NUM_KEY_HEADS + i_key_head) * KEY_DIM + offs_k
+    p_q = q_ptr + (row * NUM_KEY_HEADS + i_key_head) * KEY_DIM
     p_v = v_ptr + (row * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v
     p_out = out_ptr + (row * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v
     p_beta = beta_ptr + row * NUM_VALUE_HEADS + i_head
     is_row = num_rows > 0
-    query = tl.load(p_q, mask=only_if(is_row, mask_k), other=0.0).to(tl.float32)
+    query = load_parts(p_q, is_row, KEY_DIM, BLOCK_DK, PARTS)
     value = tl.load(p_v, mask=only_if(is_row, mask_v), other=0.0).to(tl.float32)
     strength = tl.load(p_beta, mask=is_row, other=0.0)
-    for i in range(num_rows):
+    for i_row in range(num_rows):
         here = at
         at += 1
         at = tl.where(at == ring_len, 0, at)
         p_q += NUM_KEY_HEADS * KEY_DIM
         p_v += NUM_VALUE_HEADS * VALUE_DIM
         p_beta += NUM_VALUE_HEADS
-        is_row = i + 1 < num_rows
-        next_key = tl.load(p_k + at * (NUM_KEY_HEADS * KEY_DIM), mask=only_if(is_row, mask_k), other=0.0)
+        is_row = i_row + 1 < num_rows
+        next_key = load_parts(p_k + at * (NUM_KEY_HEADS * KEY_DIM), is_row, KEY_DIM, BLOCK_DK, PARTS)
         next_decay = tl.load(p_g + at * NUM_VALUE_HEADS, mask=is_row, other=0.0)
-        next_query = tl.load(p_q, mask=only_if(is_row, mask_k), other=0.0)
+        next_query = load_parts(p_q, is_row, KEY_DIM, BLOCK_DK, PARTS)
         next_value = tl.load(p_v, mask=only_if(is_row, mask_v), other=0.0)
         next_strength = tl.load(p_beta, mask=is_row, other=0.0)
-        state = state * tl.exp(decay)
-        delta = strength * (value - tl.sum(state * key[None, :], axis=1))
+        kept = tl.exp(decay)
+        seen = state[0] * key[0][None, :]
+        for i in tl.static_range(1, PARTS):
+            seen = tl.fma(state[i], key[i][None, :], seen)
+        delta = strength * (value - kept * tl.sum(seen, axis=1))
         tl.store(p_u + here * (NUM_VALUE_HEADS * VALUE_DIM), delta, mask=mask_v)
-        state = tl.fma(delta[:, None], key[None, :], state)
-        out = tl.sum(state * query[None, :], axis=1)
-        tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=mask_v)
+        state = advance(state, kept, delta, key, PARTS)
+        asked = state[0] * query[0][None, :]
+        for i in tl.static_range(1, PARTS):
+            asked = tl.fma(state[i], query[i][None, :], asked)
+        tl.store(p_out, tl.sum(asked, axis=1).to(out_ptr.dtype.element_ty), mask=mask_v)
         p_out += NUM_VALUE_HEADS * VALUE_DIM
-        key, decay = next_key.to(tl.float32), next_decay
-        query, value, strength = next_query.to(tl.float32), next_value.to(tl.float32), next_strength
+        key, decay, query = next_key, next_decay, next_query
+        value, strength = next_value.to(tl.float32), next_strength
 
 
 def gdn_verify(
@@ -182,6 +214,8 @@ def gdn_verify(
     num_value_heads, value_dim = v.shape[1:]
     block_dv, num_warps = tile_of(key_dim, value_dim)
     tiles = ceil_div(value_dim, block_dv)
+    padded = max(16, next_power_of_2(key_dim))
+    part = min(padded, PART_DIM)
     dtypes, f32 = (q.dtype,), (torch.float32,)
     if groups.num_rows != num_rows or num_value_heads % num_key_heads:
         raise ValueError(
@@ -220,7 +254,8 @@ def gdn_verify(
         NUM_VALUE_HEADS=num_value_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        BLOCK_DK=max(16, next_power_of_2(key_dim)),
+        PARTS=padded // part,
+        BLOCK_DK=part,
         BLOCK_DV=block_dv,
         NUM_TILES=tiles,
         num_warps=num_warps,
