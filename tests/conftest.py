@@ -13,6 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, default=12, help="random schedules that the identity soak runs a backend"
     )
     parser.addoption("--soak-seed", type=int, default=0, help="seed of the identity soak")
+    parser.addoption("--aot-table", metavar="PATH", help="where what kernels compile to is appended")
     parser.addoption("--traffic-table", metavar="PATH", help="where the traffic of the kernels is written")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -12,19 +14,40 @@ from metrale.kernels.launch import (
     ceil_div,
     check,
     describe,
-    dot,
+    is_hip,
     kernel,
     launch,
     next_power_of_2,
     only_if,
 )
+from metrale.kernels.products import dot, num_parts, product, split, transposed
 
 KEY_BLOCK = 64
 SPLIT_BLOCKS = 16
-"""Key blocks of one split of generated rows; prompt rows are never split."""
+"""Times KEY_BLOCK keys are one split of generated rows; prompt rows are never split."""
 BLOCK_ROWS = 64
-"""Rows of a program's tile: (row, query head) pairs that share a key head."""
+"""Most rows of a program's tile: (row, query head) pairs that share a key head."""
 NUM_WARPS = 8
+
+
+class Tile(NamedTuple):
+    """Rows, keys and key elements at a time of a program's block, its warps and pipeline stages."""
+
+    rows: int
+    keys: int
+    part: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(dim: int, dtype: torch.dtype) -> Tile:
+    """A function of the head's size and dtype alone, chosen so that nothing spills."""
+    whole = max(16, next_power_of_2(dim))
+    if dtype is torch.float32:
+        return Tile(16, 16, min(whole, 32), 4, 1)
+    if is_hip():
+        return Tile(BLOCK_ROWS, KEY_BLOCK, min(whole, 64), 4, 1)
+    return Tile(BLOCK_ROWS, KEY_BLOCK if dim <= 128 else KEY_BLOCK // 2, whole, NUM_WARPS, 2)
 
 
 @kernel(
@@ -51,10 +74,12 @@ def _attention_kernel(
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    PART: tl.constexpr,  # of BLOCK_DIM, for the scores
     BLOCK_RATIO: tl.constexpr,  # query heads of a key head, padded
     TILE_ROWS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,  # 0: no splits
+    PARTS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
     ratio: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -76,7 +101,10 @@ def _attention_kernel(
     offs_d = tl.arange(0, BLOCK_DIM)
     mask_d = offs_d < DIM
     mask_q = mask_m[:, None] & mask_d[None, :]
-    q = tl.load(q_ptr + ((row * NUM_HEADS + head) * DIM)[:, None] + offs_d[None, :], mask=mask_q, other=0.0)
+    p_q = q_ptr + ((row * NUM_HEADS + head) * DIM)[:, None]
+    offs_p = tl.arange(0, PART)
+    if PART == BLOCK_DIM:
+        q = tl.load(p_q + offs_d[None, :], mask=mask_q, other=0.0)
 
     last = start + tl.minimum((i_tile + 1) * TILE_ROWS, num_rows)  # positions that this tile may see
     num_blocks = (last + KEY_BLOCK - 1) // KEY_BLOCK
@@ -97,10 +125,16 @@ def _attention_kernel(
         )
         offs_kv = ((page * PAGE_SIZE + at % PAGE_SIZE) * NUM_KV_HEADS + i_kv) * DIM
         mask_kv = is_key[:, None] & mask_d[None, :]
-        k = tl.load(k_cache_ptr + offs_kv[:, None] + offs_d[None, :], mask=mask_kv, other=0.0)
-        v = tl.load(v_cache_ptr + offs_kv[:, None] + offs_d[None, :], mask=mask_kv, other=0.0)
         scores = tl.zeros((TILE_ROWS * BLOCK_RATIO, KEY_BLOCK), dtype=tl.float32)
-        scores = dot(q, tl.trans(k), scores, IS_INTERPRETED) * scale
+        for i in range(0, BLOCK_DIM, PART):
+            mask_p = (i + offs_p < DIM)[None, :]
+            if PART < BLOCK_DIM:
+                q = tl.load(p_q + i + offs_p[None, :], mask=mask_m[:, None] & mask_p, other=0.0)
+            p_k = k_cache_ptr + offs_kv[:, None] + i + offs_p[None, :]
+            k = tl.load(p_k, mask=is_key[:, None] & mask_p, other=0.0)
+            scores += product(split(q, PARTS), transposed(split(k, PARTS)), PARTS, IS_INTERPRETED)
+        scores *= scale
+        v = tl.load(v_cache_ptr + offs_kv[:, None] + offs_d[None, :], mask=mask_kv, other=0.0)
         is_seen = at[None, :] <= position[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
@@ -114,10 +148,13 @@ def _attention_kernel(
             # rows of this tile do not all see this block: a later row's NaN must not reach an earlier one by 0 * NaN
             wide = v.to(tl.float32)
             is_bad = tl.sum(tl.where(wide - wide == 0.0, 0.0, 1.0), axis=1)
-            v = tl.where(is_bad[:, None] > 0.0, 0.0, wide).to(v.dtype)
+            v = tl.where(is_bad[:, None] > 0.0, 0.0, v)
             poison = tl.sum(tl.where(is_seen, is_bad[None, :], 0.0), axis=1)
             acc += tl.where(poison > 0.0, float("nan"), 0.0)[:, None]
-        acc = dot(weights.to(v.dtype), v, acc, IS_INTERPRETED)
+        if v.dtype == tl.float32:
+            acc += product(split(weights, PARTS), split(v, PARTS), PARTS, IS_INTERPRETED)
+        else:
+            acc = dot(weights.to(v.dtype), v, acc, IS_INTERPRETED)
         highest = new_highest
 
     at_out = (row * NUM_HEADS + head) * DIM
@@ -191,8 +228,9 @@ def attention_verify(
     | groups | | | in | row i of a group stands at start + i and sees positions 0 .. start + i |
     | result | [T, H dh] | as q | out | |
 
-    Keys are walked in blocks of 64 from position 0 with an online softmax; scores are scaled by dh^-1/2. Every
-    SPLIT_BLOCKS blocks are a split of their own; splits are merged in order, one alone in the same way as many.
+    Keys are walked in blocks (`tile_of`) from position 0 with an online softmax; scores are scaled by dh^-1/2. Every
+    SPLIT_BLOCKS x 64 keys are a split of their own; splits are merged in order, one alone in the same way as many. Products of
+    float32 are those of `gdn_chunk`.
 
     Requires: contiguous 16-byte aligned tensors; P a power of two up to 64; pages of every position up to a group's last
     row; positions below 2^31.
@@ -230,17 +268,18 @@ def _attend(
         check(operator, name, tensor, shape, *dtypes)
     ratio, odd = divmod(num_heads, num_kv_heads)
     block_ratio = next_power_of_2(ratio)
+    tile = tile_of(dim, q.dtype)
     if odd or block_ratio > BLOCK_ROWS or KEY_BLOCK % page_size or groups.num_rows != num_rows:
         raise ValueError(
             f"{operator}: q: expected {groups.num_rows} rows of a multiple of {num_kv_heads} heads, got {describe(q)}"
         )
-    tile_rows = BLOCK_ROWS // block_ratio
+    tile_rows = max(tile.rows // block_ratio, 1)
     out = projected.new_empty(num_rows, num_heads * dim)
     num_splits = 0
     part_out = part_stats = out
     if is_split:
         num_keys = max((group.start + group.num_rows for group in groups.host), default=0)
-        num_splits = ceil_div(num_keys, KEY_BLOCK * SPLIT_BLOCKS)
+        num_splits = ceil_div(num_keys, SPLIT_BLOCKS * KEY_BLOCK)
         part_out = q.new_empty(num_splits * num_rows * num_heads * dim, dtype=torch.float32)
         part_stats = q.new_empty(num_splits * num_rows * num_heads * 2, dtype=torch.float32)
     tiles = groups.tiles(tile_rows)
@@ -269,13 +308,15 @@ def _attend(
         dim**-0.5,
         **sizes,
         PAGE_SIZE=page_size,
+        PART=tile.part,
         BLOCK_RATIO=block_ratio,
         TILE_ROWS=tile_rows,
-        KEY_BLOCK=KEY_BLOCK,
-        SPLIT_BLOCKS=SPLIT_BLOCKS if is_split else 0,
+        KEY_BLOCK=tile.keys,
+        SPLIT_BLOCKS=SPLIT_BLOCKS * KEY_BLOCK // tile.keys if is_split else 0,
+        PARTS=num_parts(q.dtype),
         IS_INTERPRETED=IS_INTERPRETED,
-        num_warps=NUM_WARPS,
-        num_stages=2,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )
     if is_split:

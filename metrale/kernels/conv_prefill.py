@@ -10,7 +10,7 @@ from metrale.kernels.conv_verify import L2_EPS, check_layer, head_of, outputs, s
 from metrale.kernels.groups import Groups
 from metrale.kernels.launch import kernel, launch
 
-BLOCK_ROWS = 32
+BLOCK_ROWS = 16
 NUM_WARPS = 4
 
 

@@ -12,39 +12,139 @@ from metrale.kernels.launch import (
     IS_INTERPRETED,
     ceil_div,
     check,
-    dot,
+    is_hip,
     kernel,
     launch,
     next_power_of_2,
     only_if,
 )
+from metrale.kernels.products import load_parts, num_parts, product, split, store_parts, transposed
 
 CHUNK = 64
+SOLVE_BLOCK = 16
+"""Rows of a diagonal block of the triangular system that is solved row by row."""
+SOLVE_KEYS = 16
+"""Key elements that a product of the system takes at a time."""
+SOLVE_WARPS = 8
+BLOCK_DK = 64
 BLOCK_DV = 32
+"""Value rows of a program; half of them with float32 rows."""
 NUM_WARPS = 4
 
 
-@kernel(indices=["slots_ptr", "starts_ptr", "cu_rows_ptr"])
+@kernel(
+    sizes=["num_rows_total"],
+    indices=["cu_rows_ptr", "chunks_ptr"],
+    scratch=["inverse_ptr", "scores_ptr"],
+)
+def _solve_kernel(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    beta_ptr,
+    cu_rows_ptr,
+    chunks_ptr,
+    inverse_ptr,  # [PARTS, T, Hv, CHUNK]
+    scores_ptr,  # [PARTS, T, Hv, CHUNK]
+    num_rows_total,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,  # from a block to the chunk
+    PARTS: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
+    i_head = tl.program_id(0)
+    i_chunk = tl.program_id(1)
+    i_key_head = i_head // (NUM_VALUE_HEADS // NUM_KEY_HEADS)
+    i_group = tl.load(chunks_ptr + 2 * i_chunk)
+    i_row = tl.load(chunks_ptr + 2 * i_chunk + 1) * CHUNK
+    first_row = tl.load(cu_rows_ptr + i_group)
+    num_rows = tl.load(cu_rows_ptr + i_group + 1) - first_row - i_row
+    row = (first_row + i_row).to(tl.int64)
+    offs_t = tl.arange(0, CHUNK)
+    mask_t = offs_t < num_rows
+    is_seen = offs_t[:, None] >= offs_t[None, :]
+    at_h = row * NUM_VALUE_HEADS + i_head
+    offs_h = offs_t * NUM_VALUE_HEADS
+    g = tl.load(g_ptr + at_h + offs_h, mask=mask_t, other=0.0)
+    beta = tl.load(beta_ptr + at_h + offs_h, mask=mask_t, other=0.0)
+    sums = tl.cumsum(g, axis=0)
+    decay = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], float("-inf")))
+    offs_tt = (offs_h * CHUNK)[:, None] + offs_t[None, :]
+    part_stride = num_rows_total.to(tl.int64) * (NUM_VALUE_HEADS * CHUNK)
+    mask_tt = mask_t[:, None] & (offs_t < CHUNK)[None, :]
+    at_k = (row * NUM_KEY_HEADS + i_key_head) * KEY_DIM
+    scores = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    for i in range(0, KEY_DIM, BLOCK_DK):
+        offs_k = i + tl.arange(0, BLOCK_DK)
+        offs_tk = offs_t[:, None] * (NUM_KEY_HEADS * KEY_DIM) + offs_k[None, :]
+        mask_tk = mask_t[:, None] & (offs_k < KEY_DIM)[None, :]
+        q = tl.load(q_ptr + at_k + offs_tk, mask=mask_tk, other=0.0)
+        k = tl.load(k_ptr + at_k + offs_tk, mask=mask_tk, other=0.0)
+        scores += product(split(q, PARTS), transposed(split(k, PARTS)), PARTS, IS_INTERPRETED)
+    store_parts(scores_ptr + at_h * CHUNK + offs_tt, scores * decay, mask_tt, part_stride, PARTS)
+
+    system = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    for i in range(0, KEY_DIM, BLOCK_DK):
+        offs_k = i + tl.arange(0, BLOCK_DK)
+        offs_tk = offs_t[:, None] * (NUM_KEY_HEADS * KEY_DIM) + offs_k[None, :]
+        mask_tk = mask_t[:, None] & (offs_k < KEY_DIM)[None, :]
+        keys = split(tl.load(k_ptr + at_k + offs_tk, mask=mask_tk, other=0.0), PARTS)
+        system += product(keys, transposed(keys), PARTS, IS_INTERPRETED)
+    system = tl.where(offs_t[:, None] > offs_t[None, :], system * decay * beta[:, None], 0.0)
+    # the blocks on the diagonal, all at once: row i of each inverse from the rows above it
+    is_block = (offs_t // BLOCK)[:, None] == (offs_t // BLOCK)[None, :]
+    blocks = tl.where(is_block, system, 0.0)
+    inverse = tl.where(offs_t[:, None] == offs_t[None, :], 1.0, 0.0)
+    for i in range(1, BLOCK):
+        is_row = (offs_t % BLOCK == i)[:, None]
+        weights = tl.sum(tl.where(is_row, blocks, 0.0), axis=0)
+        seen = tl.sum(weights[:, None] * inverse, axis=0)
+        inverse = tl.where(is_row & is_block, inverse - seen[None, :], inverse)
+    # the inverse of a block of twice the size: below the diagonal -(second inverse) (what is there) (first inverse)
+    for i in tl.static_range(DOUBLINGS):
+        is_block = (offs_t // (BLOCK << i))[:, None] == (offs_t // (BLOCK << i))[None, :]
+        is_pair = (offs_t // (BLOCK << (i + 1)))[:, None] == (offs_t // (BLOCK << (i + 1)))[None, :]
+        below = tl.where(is_pair, tl.where(is_block, 0.0, system), 0.0)
+        halves = split(inverse, PARTS)
+        below = product(halves, split(below, PARTS), PARTS, IS_INTERPRETED)
+        inverse = inverse - product(split(below, PARTS), halves, PARTS, IS_INTERPRETED)
+    store_parts(inverse_ptr + at_h * CHUNK + offs_tt, inverse * beta[None, :], mask_tt, part_stride, PARTS)
+
+
+@kernel(
+    sizes=["num_rows_total"],
+    indices=["slots_ptr", "starts_ptr", "cu_rows_ptr"],
+    scratch=["inverse_ptr", "scores_ptr"],
+)
 def _gdn_chunk_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     g_ptr,
-    beta_ptr,
+    inverse_ptr,
+    scores_ptr,
     ssm_ptr,
     num_folded_ptr,
     slots_ptr,
     starts_ptr,
     cu_rows_ptr,
     out_ptr,
+    num_rows_total,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    BLOCKS_DK: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     NUM_TILES: tl.constexpr,
     CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
     i_head = tl.program_id(0)
@@ -59,55 +159,65 @@ def _gdn_chunk_kernel(
     offs_k = tl.arange(0, BLOCK_DK)
     offs_v = i_block * BLOCK_DV + tl.arange(0, BLOCK_DV)
     offs_t = tl.arange(0, CHUNK)
-    mask_k = offs_k < KEY_DIM
     mask_v = offs_v < VALUE_DIM
-    is_before = offs_t[:, None] > offs_t[None, :]
-    is_seen = offs_t[:, None] >= offs_t[None, :]
-    # the state transposed: [dk, dv]
-    p_state = (
-        ssm_ptr
-        + ((slot * NUM_VALUE_HEADS + i_head) * VALUE_DIM + offs_v[None, :]) * KEY_DIM
-        + offs_k[:, None]
-    )
-    mask_state = mask_k[:, None] & mask_v[None, :]
-    state = tl.load(p_state, mask=only_if(start > 0, mask_state), other=0.0)
-    square = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    wide = tl.zeros((CHUNK, BLOCK_DV), dtype=tl.float32)
+    # the state transposed, in parts of [keys, values]
+    p_state = ssm_ptr + (slot * NUM_VALUE_HEADS + i_head) * (VALUE_DIM * KEY_DIM)
+    p_state += offs_v[None, :] * KEY_DIM + offs_k[:, None]
+    state = ()
+    for i in tl.static_range(BLOCKS_DK):
+        mask_state = (i * BLOCK_DK + offs_k < KEY_DIM)[:, None] & mask_v[None, :]
+        part = tl.load(p_state + i * BLOCK_DK, mask=only_if(start > 0, mask_state), other=0.0)
+        state = state + (part,)
+    part_stride = num_rows_total.to(tl.int64) * (NUM_VALUE_HEADS * CHUNK)
     for i_row in range(0, num_rows, CHUNK):
         mask_t = i_row + offs_t < num_rows
-        rows = first_row + i_row + offs_t
-        mask_tk = mask_t[:, None] & mask_k[None, :]
         mask_tv = mask_t[:, None] & mask_v[None, :]
-        at_k = ((rows * NUM_KEY_HEADS + i_key_head) * KEY_DIM)[:, None] + offs_k[None, :]
-        at_v = ((rows * NUM_VALUE_HEADS + i_head) * VALUE_DIM)[:, None] + offs_v[None, :]
-        at_h = rows * NUM_VALUE_HEADS + i_head
-        k = tl.load(k_ptr + at_k, mask=mask_tk, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + at_v, mask=mask_tv, other=0.0).to(tl.float32)
-        g = tl.load(g_ptr + at_h, mask=mask_t, other=0.0)
-        beta = tl.load(beta_ptr + at_h, mask=mask_t, other=0.0)
-        total = tl.cumsum(g, axis=0)
-        whole = tl.sum(tl.where(offs_t == CHUNK - 1, total, 0.0), axis=0)
-        difference = tl.where(is_seen, total[:, None] - total[None, :], 0.0)
-        decay = tl.where(is_seen, tl.exp(difference), 0.0)
-        system = dot(k, tl.trans(k), square, IS_INTERPRETED) * decay * beta[:, None]
-        system = tl.where(is_before, system, 0.0)
-        known = v - tl.exp(total)[:, None] * dot(k, state, wide, IS_INTERPRETED)
-        u = beta[:, None] * known
-        for i in range(1, CHUNK):
-            # row i of the unit triangular system, from the rows above it
-            weights = tl.sum(tl.where((offs_t == i)[:, None], system, 0.0), axis=0)
-            seen = tl.sum(weights[:, None] * u, axis=0)
-            u = tl.where((offs_t == i)[:, None], u - seen[None, :], u)
-        q = tl.load(q_ptr + at_k, mask=mask_tk, other=0.0).to(tl.float32)
-        scores = dot(q, tl.trans(k), square, IS_INTERPRETED) * decay
-        out = tl.exp(total)[:, None] * dot(q, state, wide, IS_INTERPRETED)
-        out = dot(scores, u, out, IS_INTERPRETED)
-        tl.store(out_ptr + at_v, out.to(out_ptr.dtype.element_ty), mask=mask_tv)
-        kept = k * tl.exp(whole - total)[:, None]
-        state = state * tl.exp(whole)
-        state = dot(tl.trans(kept), u, state, IS_INTERPRETED)
+        mask_tt = mask_t[:, None] & (offs_t < CHUNK)[None, :]
+        # offsets are made anew for every chunk: kept from one to the next they would not fit into the registers
+        rows = first_row + i_row + offs_t
+        offs_h = rows * NUM_VALUE_HEADS + i_head
+        offs_tk = ((rows * NUM_KEY_HEADS + i_key_head) * KEY_DIM)[:, None] + offs_k[None, :]
+        offs_tv = (offs_h * VALUE_DIM)[:, None] + offs_v[None, :]
+        offs_tt = (offs_h * CHUNK)[:, None] + offs_t[None, :]
+        g = tl.load(g_ptr + offs_h, mask=mask_t, other=0.0)
+        sums = tl.cumsum(g, axis=0)
+        whole = tl.sum(tl.where(offs_t == CHUNK - 1, sums, 0.0), axis=0)
+        kept = tl.exp(sums)[:, None]
+        seen = tl.zeros((CHUNK, BLOCK_DV), dtype=tl.float32)
+        asked = tl.zeros((CHUNK, BLOCK_DV), dtype=tl.float32)
+        for i in tl.static_range(BLOCKS_DK):
+            mask_tk = mask_t[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
+            k = tl.load(k_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
+            seen += product(split(k, PARTS), split(state[i], PARTS), PARTS, IS_INTERPRETED)
+            if PARTS > 2:  # keeps what is loaded later out of registers
+                tl.debug_barrier()
+            q = tl.load(q_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
+            asked += product(split(q, PARTS), split(state[i], PARTS), PARTS, IS_INTERPRETED)
+        v = tl.load(v_ptr + offs_tv, mask=mask_tv, other=0.0).to(tl.float32)
+        known = split(v - kept * seen, PARTS)
+        if PARTS > 2:  # keeps what is loaded later out of registers
+            tl.debug_barrier()
+        inverse = load_parts(inverse_ptr + offs_tt, mask_tt, part_stride, PARTS)
+        u = product(inverse, known, PARTS, IS_INTERPRETED)
+        if PARTS > 2:  # keeps what is loaded later out of registers
+            tl.debug_barrier()
+        scores = load_parts(scores_ptr + offs_tt, mask_tt, part_stride, PARTS)
+        out = kept * asked + product(scores, split(u, PARTS), PARTS, IS_INTERPRETED)
+        tl.store(out_ptr + offs_tv, out.to(out_ptr.dtype.element_ty), mask=mask_tv)
+        deltas = split(u * tl.exp(whole - sums)[:, None], PARTS)
+        after = ()
+        for i in tl.static_range(BLOCKS_DK):
+            mask_tk = mask_t[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
+            k = tl.load(k_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
+            if PARTS > 2:  # keeps what is loaded later out of registers
+                tl.debug_barrier()
+            grown = product(transposed(split(k, PARTS)), deltas, PARTS, IS_INTERPRETED)
+            after = after + (state[i] * tl.exp(whole) + grown,)
+        state = after
     if num_rows > 0:
-        tl.store(p_state, state, mask=mask_state)
+        for i in tl.static_range(BLOCKS_DK):
+            mask_state = (i * BLOCK_DK + offs_k < KEY_DIM)[:, None] & mask_v[None, :]
+            tl.store(p_state + i * BLOCK_DK, state[i], mask=mask_state)
         if i_block == 0:
             p_folded = num_folded_ptr + (slot * NUM_VALUE_HEADS + i_head) * NUM_TILES
             for i_tile in tl.static_range(NUM_TILES):
@@ -124,7 +234,7 @@ def gdn_chunk(
     num_folded: Tensor,
     groups: Groups,
 ) -> Tensor:
-    """The gated delta rule over prompt rows in chunks of 64, state in and state out: one launch.
+    """The gated delta rule over prompt rows in chunks of 64, state in and state out: two launches.
 
     | tensor | shape | dtype | dir | meaning |
     | --- | --- | --- | --- | --- |
@@ -137,10 +247,14 @@ def gdn_chunk(
     | result | [T, Hv, dv] | as q | out | |
 
     With G the running sum of g inside a chunk and S0 its first state, the deltas solve the unit lower triangular system
-    (I + tril(beta_i e^(G_i - G_j) k_i.k_j, -1)) U = beta (V - e^G K S0^T), here row by row from the first; then
-    o_i = e^(G_i) S0 q_i plus the sum over j <= i of e^(G_i - G_j) (k_j.q_i) u_j. Chunks stand at absolute multiples of
-    64 and the last one is padded with rows that neither read nor write. A program walks the chunks of one group for
-    BLOCK_DV value rows of one head; all products are full float32.
+    (I + tril(beta_i e^(G_i - G_j) k_i.k_j, -1)) U = beta (V - e^G K S0^T); then o_i = e^(G_i) S0 q_i plus the sum over
+    j <= i of e^(G_i - G_j) (k_j.q_i) u_j. Chunks stand at absolute multiples of 64 and the last one is padded with rows that
+    neither read nor write.
+
+    The first launch inverts the system of every chunk and head, 16 x 16 blocks on the diagonal by substitution, then
+    blocks of twice the size from their halves; no power of the matrix is taken, which would overflow for keys that are
+    alike. The second walks the chunks of a group for BLOCK_DV value rows of one head. Products run on the units that
+    multiply bf16, a float32 operand as the sum of `NUM_PARTS` of them, and are added in float32.
 
     Requires: contiguous 16-byte aligned tensors; group starts at a multiple of 64 with nothing pending.
     Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), section 3.3 (the WY form with decay).
@@ -169,29 +283,63 @@ def gdn_chunk(
     ):
         check("gdn_chunk", name, tensor, shape, *dtypes)
     out = torch.empty_like(v)
+    chunks = groups.tiles(CHUNK)
+    parts = num_parts(q.dtype)
+    inverse, scores = g.new_empty(
+        2, parts, num_rows, num_value_heads, CHUNK, dtype=torch.float32 if parts == 1 else torch.bfloat16
+    )
+    block_dv = BLOCK_DV if q.dtype is torch.bfloat16 else BLOCK_DV // 2
+    block_dv = min(block_dv, max(16, next_power_of_2(value_dim)))
+    sizes = {
+        "NUM_KEY_HEADS": num_key_heads,
+        "NUM_VALUE_HEADS": num_value_heads,
+        "KEY_DIM": key_dim,
+        "PARTS": parts,
+        "CHUNK": CHUNK,
+        "IS_INTERPRETED": IS_INTERPRETED,
+    }
+    launch(
+        _solve_kernel,
+        (num_value_heads, chunks.shape[0]),
+        q,
+        k,
+        g,
+        beta,
+        groups.cu_rows,
+        chunks,
+        inverse,
+        scores,
+        num_rows,
+        **sizes,
+        BLOCK_DK=SOLVE_KEYS,
+        BLOCK=SOLVE_BLOCK,
+        DOUBLINGS=(CHUNK // SOLVE_BLOCK).bit_length() - 1,
+        num_warps=SOLVE_WARPS // 2 if is_hip() else SOLVE_WARPS,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
     launch(
         _gdn_chunk_kernel,
-        (num_value_heads, ceil_div(value_dim, BLOCK_DV), groups.num_groups),
+        (num_value_heads, ceil_div(value_dim, block_dv), groups.num_groups),
         q,
         k,
         v,
         g,
-        beta,
+        inverse,
+        scores,
         ssm,
         num_folded,
         groups.slots,
         groups.starts,
         groups.cu_rows,
         out,
-        NUM_KEY_HEADS=num_key_heads,
-        NUM_VALUE_HEADS=num_value_heads,
-        KEY_DIM=key_dim,
+        num_rows,
+        **sizes,
         VALUE_DIM=value_dim,
-        BLOCK_DK=max(16, next_power_of_2(key_dim)),
-        BLOCK_DV=BLOCK_DV,
+        BLOCKS_DK=ceil_div(key_dim, BLOCK_DK),
+        BLOCK_DK=min(BLOCK_DK, max(16, next_power_of_2(key_dim))),
+        BLOCK_DV=block_dv,
         NUM_TILES=tiles,
-        CHUNK=CHUNK,
-        IS_INTERPRETED=IS_INTERPRETED,
         num_warps=NUM_WARPS,
         num_stages=1,
         enable_fp_fusion=True,

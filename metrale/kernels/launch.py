@@ -17,21 +17,19 @@ IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 
 ALIGNMENT_BYTES = 16
 
+MAX_REGISTERS = 255
+"""Of a thread on CUDA: said aloud, ptxas no longer spills a few words for an occupancy that it guesses."""
+
+
+def is_hip() -> bool:
+    """Whether kernels run on ROCm, where a program has 64 KiB of shared memory and 64 lanes a warp."""
+    return torch.version.hip is not None
+
 
 @triton.jit
 def only_if(condition, mask):
     """`mask` where the scalar `condition` holds, else nothing: in the interpreter `mask & condition` is no mask."""
     return tl.where(condition, mask, mask & (mask == 0))
-
-
-@triton.jit
-def dot(a, b, acc, IS_INTERPRETED: tl.constexpr):
-    """acc + a @ b in float32. The interpreter's own product is a BLAS's, whose bits depend on where a row stands."""
-    if IS_INTERPRETED:
-        acc += tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
-    else:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
 
 
 def next_power_of_2(size: int) -> int:
@@ -79,15 +77,22 @@ class Kernel:
     Here the shapes choose the form, never an address, so that a row keeps its bits wherever it stands.
     """
 
-    def __init__(self, function: Callable[..., Any], sizes: Sequence[str], indices: Sequence[str]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        sizes: Sequence[str],
+        indices: Sequence[str],
+        scratch: Sequence[str],
+    ) -> None:
         parameters = list(inspect.signature(function).parameters)
         pointers = [name for name in parameters if name.endswith("_ptr")]
         self.name = function.__name__.strip("_")
         self.parameters = parameters
-        self._data = tuple(i for i, p in enumerate(parameters) if p in pointers and p not in indices)
+        rows = [name for name in pointers if name not in scratch]
+        self._data = tuple(i for i, p in enumerate(parameters) if p in rows and p not in indices)
         self.aligned, self.unaligned = (
             triton.jit(function, do_not_specialize=list(sizes), do_not_specialize_on_alignment=list(loose))
-            for loose in (indices, pointers)
+            for loose in (indices, rows)
         )
 
     def form(self, arguments: Sequence[Any], is_aligned: bool = True) -> Any:
@@ -96,13 +101,16 @@ class Kernel:
         return self.aligned if is_aligned else self.unaligned
 
 
-def kernel(sizes: Sequence[str] = (), indices: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(
+    sizes: Sequence[str] = (), indices: Sequence[str] = (), scratch: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
     """Decorator of a kernel that `launch` starts.
 
     `sizes` are integers that follow the batch, `indices` pointers to small tables that may be slices of larger ones: neither
-    may choose a binary. Names of pointers end in `_ptr`.
+    may choose a binary. `scratch` are pointers whose rows stand at multiples of 16 bytes whatever the shapes. Names of pointers
+    end in `_ptr`.
     """
-    return lambda function: Kernel(function, sizes, indices)
+    return lambda function: Kernel(function, sizes, indices, scratch)
 
 
 def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -111,6 +119,8 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **options: An
     `is_aligned=False` among the options asks for the form that takes rows at any address, where shapes do not tell it.
     """
     is_aligned = options.pop("is_aligned", True)
+    if not IS_INTERPRETED and not is_hip():
+        options["maxnreg"] = MAX_REGISTERS
     if all(grid):
         kernel.form(arguments, is_aligned)[grid](*arguments, **options)
 

@@ -8,7 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, describe, dot, kernel, launch
+from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, describe, is_hip, kernel, launch
+from metrale.kernels.products import dot
 
 
 class Tile(NamedTuple):
@@ -25,10 +26,13 @@ def tile_of(num_outputs: int, inner: int, dtype: torch.dtype, is_prompt: bool) -
     """A function of the weight's shape and dtype and the row class alone."""
     is_wide = dtype is torch.float32
     if is_prompt:
-        return Tile(64, 64, 32, 4, 3) if is_wide else Tile(64, 128, 64, 4, 3)
-    if num_outputs >= 8192:
-        return Tile(16, 64, 64, 4, 3) if is_wide else Tile(16, 64, 128, 4, 4)
-    return Tile(16, 32, 64, 4, 3) if is_wide else Tile(16, 32, 256, 4, 4)
+        tile = Tile(64, 32, 16, 4, 3) if is_wide else Tile(64, 128, 64, 8, 3)
+    elif num_outputs >= 8192:
+        tile = Tile(16, 64, 32, 4, 3) if is_wide else Tile(16, 64, 128, 4, 4)
+    else:
+        tile = Tile(16, 32, 64, 4, 3) if is_wide else Tile(16, 32, 256, 4, 4)
+    # a stage more is a tile more of shared memory
+    return tile._replace(num_stages=2) if is_hip() else tile
 
 
 @kernel(sizes=["first_row", "num_rows"])
@@ -62,7 +66,7 @@ def _linear_kernel(
     part: tl.constexpr = INNER // NORM_GROUPS if NORM_GROUPS > 0 else INNER
     out = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for i_part in tl.static_range(NORM_GROUPS if NORM_GROUPS > 0 else 1):
+    for i_part in range(NORM_GROUPS if NORM_GROUPS > 0 else 1):
         acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         acc_up = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         squares = tl.zeros((BLOCK_T,), dtype=tl.float32)

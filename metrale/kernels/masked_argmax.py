@@ -29,7 +29,11 @@ def allowed_logits(
     """
     logits_ptr, bitmask_ptr, held_ids_ptr, row, num_valid, num_words = rows
     ids = first + tl.arange(0, BLOCK)
-    raw = tl.load(logits_ptr + row * VOCAB + ids, mask=ids < num_valid, other=float("-inf"))
+    p_logits = logits_ptr + row * VOCAB + ids
+    if first + BLOCK <= num_valid:  # 16 bytes a lane: the end of the ids is at no multiple of anything
+        raw = tl.load(p_logits)
+    else:
+        raw = tl.load(p_logits, mask=ids < num_valid, other=float("-inf"))
     is_out = ids < 0
     if HAS_BITMASK:
         at = first // WORD_BITS + tl.arange(0, BLOCK // WORD_BITS)

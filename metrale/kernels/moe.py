@@ -6,16 +6,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import (
-    IS_INTERPRETED,
-    ceil_div,
-    check,
-    dot,
-    kernel,
-    launch,
-    next_power_of_2,
-)
+from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, kernel, launch, next_power_of_2
 from metrale.kernels.linear import linear, tile_of
+from metrale.kernels.products import dot
 
 BLOCK_DIM = 1024
 BLOCK_PAIRS = 1024
