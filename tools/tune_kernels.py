@@ -96,20 +96,17 @@ def constants(**choices: Sequence[Any]) -> Callable[[Any], list[Candidate]]:
     return build
 
 
-def linear_tiles(
-    rows: Sequence[int],
-    outputs: Sequence[int],
-    inner: Sequence[int],
-    warps: Sequence[int],
-    stages: Sequence[int],
-) -> Callable[[Any], list[Candidate]]:
-    """Tiles in the place of `linear.tile_of`."""
+def tiles(*sizes: Sequence[int], **choices: Sequence[Any]) -> Callable[[Any], list[Candidate]]:
+    """Every tile of these sizes, one sequence a field, in the place of the module's `tile_of`, beside its constants."""
 
     def build(module: Any) -> list[Candidate]:
         found = []
-        for sizes in itertools.product(rows, outputs, inner, warps, stages):
-            tile = module.Tile(*sizes)
-            found.append(Candidate(str(tile), {"tile_of": lambda *shape, tile=tile: tile}))
+        for values in itertools.product(*sizes):
+            tile = module.Tile(*values)
+            for other in constants(**choices)(module):
+                words = ", ".join(filter(None, (str(tile), other.words)))
+                attributes = {**other.attributes, "tile_of": lambda *shape, tile=tile: tile}
+                found.append(Candidate(words, attributes))
         return found
 
     return build
@@ -132,7 +129,7 @@ def sweeps() -> list[Sweep]:
     gdn, attention = GdnDims(), AttentionDims()
     linear = bench_linear.problem
     verify = [bench_gdn_verify.problem(gdn, n, BF16, folds) for n in (1, 64) for folds in (False, True)]
-    generated = linear_tiles((16,), (32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))
+    generated = tiles((16,), (32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))
     widest, narrow = linear(4, 4096, 12288, BF16), linear(4, 4096, 2048, BF16)
     long = bench_attention.problem
     kernels = "metrale.kernels."
@@ -143,7 +140,7 @@ def sweeps() -> list[Sweep]:
             f"{kernels}linear",
             "prompt rows",
             [_alone(linear(2048, 4096, 12288, BF16, is_prompt=True))],
-            linear_tiles((64, 128), (128, 256), (32, 64), (4, 8), (3, 4)),
+            tiles((64, 128), (128, 256), (32, 64), (4, 8), (3, 4)),
         ),
         Sweep(f"{kernels}gdn_verify", "key dimension 128", verify, gdn_configs(128)),
         Sweep(
@@ -180,7 +177,7 @@ def sweeps() -> list[Sweep]:
             f"{kernels}attention_verify",
             "generated rows",
             [long("attention_verify", attention, n, 4096, 5, BF16) for n in (1, 64)],
-            constants(BLOCK_ROWS=(32, 64, 128), SPLIT_BLOCKS=(4, 8, 16, 32), NUM_WARPS=(4, 8)),
+            tiles((32, 64, 128), (32, 64), (128, 256), (4, 8), (1, 2), SPLIT_BLOCKS=(4, 8, 16, 32)),
         ),
         Sweep(
             f"{kernels}masked_argmax",

@@ -125,9 +125,14 @@ def key_of(launch: Launch) -> str:
     return f"{launch.kernel} {id(launch.form)} {keys[0]}"
 
 
+def program_of(launch: Launch) -> Any:
+    """What the JIT compiles, or finds in its cache, for a launch on the device in use."""
+    return launch.form.run(*launch.arguments, grid=launch.grid, warmup=True, **launch.options)
+
+
 def compiled(launch: Launch) -> Binary:
-    """The program that the JIT makes of a launch for the device in use."""
-    program = launch.form.run(*launch.arguments, grid=launch.grid, warmup=True, **launch.options)
+    """What a launch takes of the device in use."""
+    program = program_of(launch)
     is_cuda = "cubin" in program.asm
     text = program.asm["ptx"] if is_cuda else program.asm["amdgcn"]
     products = ", ".join(sorted({"".join(match) for match in PRODUCTS.findall(text)}))
