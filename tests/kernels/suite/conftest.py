@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from metrale.kernels.launch import IS_INTERPRETED
-from tests.kernels.traffic import metered
+from tests.kernels.meter import metered
 
 GARBAGE = -77_777
 

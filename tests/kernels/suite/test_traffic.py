@@ -12,8 +12,9 @@ from triton.runtime.errors import InterpreterError
 
 from metrale.kernels.launch import IS_INTERPRETED
 from metrale.kernels.table import ops
+from tests.kernels.meter import metered
 from tests.kernels.suite.cases import randn
-from tests.kernels.traffic import CASES, metered
+from tests.kernels.traffic import CASES
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="counts what the interpreter does")
 
