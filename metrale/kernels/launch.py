@@ -74,7 +74,8 @@ class Kernel:
     """A Triton kernel in two forms: one for rows that stand at multiples of 16 bytes, one for rows of odd width.
 
     Triton compiles another binary for a pointer that is not 16-byte aligned, with other loads and other reduction trees.
-    Here the shapes choose the form, never an address, so that a row keeps its bits wherever it stands.
+    Here the shapes choose the form, never an address, so that a row keeps its bits wherever it stands. On ROCm a tensor of
+    2 GiB or more still is another binary: its accesses differ, not what is computed of them.
     """
 
     def __init__(
