@@ -230,8 +230,8 @@ def attention_verify(
 
     Keys are walked in blocks (`tile_of`) from position 0 with an online softmax; scores are scaled by dh^-1/2. Every
     SPLIT_BLOCKS x 64 keys are a split of their own; splits are merged in order, one alone in the same way as many. Products run
-    on the units that multiply bf16 and are added in float32; a float32 operand is the sum of 3 bf16 parts, the weights of bf16
-    values of 2 (`products`), which lose 2^-22 and 2^-15 of a product's terms.
+    on the units that multiply bf16 and are added in float32: with float32 rows an operand is the sum of 3 bf16 parts, and a product
+    errs by at most 2^-22 of its terms' magnitudes; with bf16 rows the softmax weights are rounded to bf16.
 
     Requires: contiguous 16-byte aligned tensors; P a power of two up to 64; pages of every position up to a group's last
     row; positions below 2^31.

@@ -97,10 +97,10 @@ class _Driver:
 
 
 @contextmanager
-def device(target: str) -> Iterator[None]:
-    """The JIT compiles for `target`, and finds nothing that another process compiled."""
+def device(target: str, cache: str | None = None) -> Iterator[None]:
+    """The JIT compiles for `target` into the folder `cache`; without one it finds nothing that another process compiled."""
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = cache or stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(triton.knobs.cache.scope())
         stack.enter_context(patch.object(driver, "_active", _Driver(TARGETS[target])))
         # launchers take their tiles for the target's backend

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="a process that interpret
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import hashlib, json
+import hashlib, json, sys
 from tests.kernels import aot
 from tests.kernels.aot_cases import CASES, Batch
 
 found = {}
-with aot.device("sm_90"):
+with aot.device("sm_90", sys.argv[1]):
     for case in CASES:
         if case.operator in ("rms_norm", "conv_verify", "state_copy") and case.is_main:
             for n, launch in enumerate(aot.launches_of(lambda: case.call(Batch()))):
@@ -39,7 +39,7 @@ def start(cache: Path) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, str(cache)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -56,6 +56,8 @@ def binaries_of(process: subprocess.Popen[str]) -> dict[str, str]:
 
 
 def test_processes_share_an_empty_cache(tmp_path: Path) -> None:
-    first, *others = (binaries_of(process) for process in [start(tmp_path) for _ in range(4)])
+    shared = tmp_path / "shared"
+    first, *others = (binaries_of(process) for process in [start(shared) for _ in range(4)])
+    assert len(list(shared.rglob("*.cubin"))) >= len(set(first.values()))
     assert all(other == first for other in others)
     assert binaries_of(start(tmp_path / "another")) == first
