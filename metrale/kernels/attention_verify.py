@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(dim: int, dtype: torch.dtype) -> Tile:
-    """A function of the head's size and dtype alone, chosen so that nothing spills."""
+    """A function of the head's size, the dtype and the backend alone, chosen so that nothing spills."""
     whole = max(16, next_power_of_2(dim))
     if dtype is torch.float32:
         return Tile(16, 16, min(whole, 32), 4, 1)

@@ -18,7 +18,15 @@ from metrale.kernels.launch import (
     next_power_of_2,
     only_if,
 )
-from metrale.kernels.products import load_parts, num_parts, product, split, store_parts, transposed
+from metrale.kernels.products import (
+    keep_order,
+    load_parts,
+    num_parts,
+    product,
+    split,
+    store_parts,
+    transposed,
+)
 
 CHUNK = 64
 SOLVE_BLOCK = 16
@@ -88,6 +96,7 @@ def _solve_kernel(
         scores += product(split(q, PARTS), transposed(split(k, PARTS)), PARTS, IS_INTERPRETED)
     store_parts(scores_ptr + at_h * CHUNK + offs_tt, scores * decay, mask_tt, part_stride, PARTS)
 
+    # a loop of its own: beside the scores this sum would spill
     system = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     for i in range(0, KEY_DIM, BLOCK_DK):
         offs_k = i + tl.arange(0, BLOCK_DK)
@@ -189,18 +198,15 @@ def _gdn_chunk_kernel(
             mask_tk = mask_t[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
             k = tl.load(k_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
             seen += product(split(k, PARTS), split(state[i], PARTS), PARTS, IS_INTERPRETED)
-            if PARTS > 2:  # keeps what is loaded later out of registers
-                tl.debug_barrier()
+            keep_order(PARTS)
             q = tl.load(q_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
             asked += product(split(q, PARTS), split(state[i], PARTS), PARTS, IS_INTERPRETED)
         v = tl.load(v_ptr + offs_tv, mask=mask_tv, other=0.0).to(tl.float32)
         known = split(v - kept * seen, PARTS)
-        if PARTS > 2:  # keeps what is loaded later out of registers
-            tl.debug_barrier()
+        keep_order(PARTS)
         inverse = load_parts(inverse_ptr + offs_tt, mask_tt, part_stride, PARTS)
         u = product(inverse, known, PARTS, IS_INTERPRETED)
-        if PARTS > 2:  # keeps what is loaded later out of registers
-            tl.debug_barrier()
+        keep_order(PARTS)
         scores = load_parts(scores_ptr + offs_tt, mask_tt, part_stride, PARTS)
         out = kept * asked + product(scores, split(u, PARTS), PARTS, IS_INTERPRETED)
         tl.store(out_ptr + offs_tv, out.to(out_ptr.dtype.element_ty), mask=mask_tv)
@@ -209,8 +215,7 @@ def _gdn_chunk_kernel(
         for i in tl.static_range(BLOCKS_DK):
             mask_tk = mask_t[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
             k = tl.load(k_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
-            if PARTS > 2:  # keeps what is loaded later out of registers
-                tl.debug_barrier()
+            keep_order(PARTS)
             grown = product(transposed(split(k, PARTS)), deltas, PARTS, IS_INTERPRETED)
             after = after + (state[i] * tl.exp(whole) + grown,)
         state = after

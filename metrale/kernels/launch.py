@@ -18,7 +18,7 @@ IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 ALIGNMENT_BYTES = 16
 
 MAX_REGISTERS = 255
-"""Of a thread on CUDA: said aloud, ptxas no longer spills a few words for an occupancy that it guesses."""
+"""Of a thread on CUDA. Without a stated limit ptxas guesses an occupancy, and spills a few words for it."""
 
 
 def is_hip() -> bool:

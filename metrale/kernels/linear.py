@@ -22,8 +22,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_of(num_outputs: int, inner: int, dtype: torch.dtype, is_prompt: bool) -> Tile:
-    """A function of the weight's shape and dtype and the row class alone."""
+def tile_of(num_outputs: int, dtype: torch.dtype, is_prompt: bool) -> Tile:
+    """A function of the weight's outputs and dtype, the row class and the backend alone."""
     is_wide = dtype is torch.float32
     if is_prompt:
         tile = Tile(64, 32, 16, 4, 3) if is_wide else Tile(64, 128, 64, 8, 3)
@@ -31,7 +31,7 @@ def tile_of(num_outputs: int, inner: int, dtype: torch.dtype, is_prompt: bool) -
         tile = Tile(16, 64, 32, 4, 3) if is_wide else Tile(16, 64, 128, 4, 4)
     else:
         tile = Tile(16, 32, 64, 4, 3) if is_wide else Tile(16, 32, 256, 4, 4)
-    # a stage more is a tile more of shared memory
+    # 64 KiB of shared memory hold two stages of the largest tile
     return tile._replace(num_stages=2) if is_hip() else tile
 
 
@@ -143,7 +143,7 @@ def linear(
         check("linear", "norm", norm.view(-1), (inner,), torch.float32)
     out = x.new_empty(num_rows, num_outputs)
     for first, last, is_prompt in ((0, num_generated, False), (num_generated, num_rows, True)):
-        tile = tile_of(num_outputs, inner, x.dtype, is_prompt)
+        tile = tile_of(num_outputs, x.dtype, is_prompt)
         launch(
             _linear_kernel,
             (ceil_div(num_outputs, tile.outputs), ceil_div(last - first, tile.rows)),

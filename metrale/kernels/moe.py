@@ -300,7 +300,7 @@ def _experts(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, num_gene
         num_pairs = (last - first) * top_k
         for rows, weight, out, silu_mul in ((x, gate_up, hidden, True), (hidden, down, y, False)):
             num_outputs = out.shape[1]
-            tile = tile_of(num_outputs, rows.shape[1], x.dtype, is_prompt)
+            tile = tile_of(num_outputs, x.dtype, is_prompt)
             launch(
                 _experts_kernel,
                 (ceil_div(num_outputs, tile.outputs), min(num_experts, num_pairs) + num_pairs // tile.rows),

@@ -29,7 +29,10 @@ def dot(a, b, acc, IS_INTERPRETED: tl.constexpr):
 
 @triton.jit
 def split(x, PARTS: tl.constexpr):
-    """x as a sum of bf16 tensors, the largest first: of a float32, 2 hold 16 of its 24 bits and 3 all; 1: x itself."""
+    """x as a sum of bf16 tensors, the largest first: of a float32, 2 hold 16 of its 24 bits and 3 all; 1: x itself.
+
+    More parts than one of an infinity are NaN.
+    """
     if PARTS == 1 or x.dtype == tl.bfloat16:
         return (x,)
     parts = ()
@@ -42,7 +45,7 @@ def split(x, PARTS: tl.constexpr):
 
 @triton.jit
 def product(a, b, PARTS: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """a @ b in float32, of sums of at most PARTS bf16 tensors, on the units that multiply bf16; small products first.
+    """a @ b in float32, of sums of at most PARTS bf16 tensors, on the units that multiply bf16; the largest product last.
 
     Products as small as what PARTS leave out of an operand are left out too.
     """
@@ -65,6 +68,7 @@ def transposed(parts):
 
 @triton.jit
 def load_parts(p_parts, mask, stride, PARTS: tl.constexpr):
+    """What `store_parts` wrote, in parts; 0 where `mask` does not hold."""
     parts = ()
     for i in tl.static_range(PARTS):
         parts = parts + (tl.load(p_parts + i * stride, mask=mask, other=0.0),)
@@ -73,6 +77,14 @@ def load_parts(p_parts, mask, stride, PARTS: tl.constexpr):
 
 @triton.jit
 def store_parts(p_parts, x, mask, stride, PARTS: tl.constexpr):
+    """The parts of a float32 x: the first at `p_parts`, each `stride` elements (int64) after the one before."""
     parts = split(x, PARTS)
     for i in tl.static_range(PARTS):
         tl.store(p_parts + i * stride, parts[i], mask=mask)
+
+
+@triton.jit
+def keep_order(PARTS: tl.constexpr):
+    """Where 3 parts of every operand fill the registers, what is loaded after here is not loaded before."""
+    if PARTS > 2:
+        tl.debug_barrier()

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -121,7 +120,7 @@ def key_of(launch: Launch) -> str:
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = hook
         launch.form.device_caches.clear()
-        launch.form.run(*launch.arguments, grid=launch.grid, warmup=True, **launch.options)
+        program_of(launch)
     return f"{launch.kernel} {id(launch.form)} {keys[0]}"
 
 
@@ -156,11 +155,6 @@ def row(operator: str, shape: str, target: str, binary: Binary) -> str:
     return "  ".join(f"{cell!s:{width}}" for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
-@cache
-def _tool(name: str) -> str:
-    return str(TOOLS / name)
-
-
 def _read_cuda(cubin: bytes) -> tuple[int, int, str]:
     """(registers, bytes of stack and local memory, machine code) of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -168,7 +162,7 @@ def _read_cuda(cubin: bytes) -> tuple[int, int, str]:
         file.flush()
         usage, code = (
             subprocess.run(
-                [_tool(name), option, file.name], capture_output=True, text=True, check=True
+                [str(TOOLS / name), option, file.name], capture_output=True, text=True, check=True
             ).stdout
             for name, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )

@@ -18,16 +18,17 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="a process that interpret
 REGISTERS = {"merge": 64, "rms_norm": 128, "gated_rms_norm": 128, "gdn_verify": 224, "conv_verify": 96}
 """Most registers of a thread on CUDA, by kernel; others may use all 255."""
 
-FEW_BYTES = 16
-"""A spill that ptxas chooses far below its limit, for occupancy: a word or two from outside of loops."""
-
 SPILLS = {
-    ("gdn_chunk", "f32"): 192,
-    ("gdn_chunk", "bf16"): 16,
-    ("conv_prefill", "f32"): 208,
-    ("conv_prefill", "bf16"): 208,
+    ("gdn_chunk", "f32", "sm_80"): 8,
+    ("gdn_chunk", "f32", "sm_90"): 168,
+    ("gdn_chunk", "f32", "sm_100"): 192,
+    ("gdn_chunk", "f32", "gfx942"): 20,
+    ("gdn_chunk", "bf16", "sm_80"): 8,
+    ("gdn_chunk", "bf16", "gfx942"): 16,
+    ("conv_prefill", "f32", "gfx942"): 196,
+    ("conv_prefill", "bf16", "gfx942"): 208,
 }
-"""Bytes that may spill, by kernel and dtype; for every other kernel none.
+"""Bytes that may spill, by kernel, dtype and target: what was measured. Everything else spills nothing.
 
 gdn_chunk keeps two tiles of state in registers, and what does not fit beside them are addresses and masks that stay the
 same from chunk to chunk; no tile spills. conv_prefill spills for rows of odd width on gfx942 alone.
@@ -59,7 +60,7 @@ def check(case: Case, target: str, binary: aot.Binary) -> list[str]:
     kernel, is_cuda = binary.kernel.removesuffix("_kernel"), target.startswith("sm_")
     dtype = "bf16" if "bf16" in case.shape else "f32"
     found = []
-    allowed = SPILLS.get((kernel, dtype), FEW_BYTES if binary.registers < 240 else 0)
+    allowed = SPILLS.get((kernel, dtype, target), 0)
     if binary.spilled > allowed:
         found.append(f"spills {binary.spilled} bytes, {allowed} allowed")
     if is_cuda and binary.registers > REGISTERS.get(kernel, 255):
@@ -102,7 +103,7 @@ def test_main_shapes_compile(operator: str, target: str, request: pytest.Fixture
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", dict.fromkeys(case.operator for case in CASES if not case.is_main))
 def test_all_shapes_compile(operator: str, target: str, request: pytest.FixtureRequest) -> None:
     cases = [case for case in CASES if case.operator == operator and not case.is_main]
     compile_all(cases, target, request.config.getoption("--aot-table"))
@@ -124,7 +125,7 @@ def test_a_shape_class_is_one_binary(operator: str, target: str) -> None:
 
 
 def test_a_specialised_integer_would_be_seen() -> None:
-    """The test above sees what the JIT sees: another row width is another binary."""
+    """The test above sees what the JIT sees: a row width that the kernel is compiled for is another binary."""
     with aot.device("sm_90"):
         narrow, wide = (
             case for case in CASES if case.operator == "rms_norm" and case.shape in ("2048 bf16", "5120 bf16")

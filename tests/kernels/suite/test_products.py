@@ -19,14 +19,7 @@ ERRORS = {2: 2.0**-15, 3: 2.0**-22}
 
 
 @kernel()
-def _store_kernel(
-    x_ptr,
-    parts_ptr,
-    ROWS: tl.constexpr,
-    INNER: tl.constexpr,
-    PARTS: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-):
+def _store_kernel(x_ptr, parts_ptr, ROWS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr):
     offs = tl.arange(0, ROWS)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     store_parts(parts_ptr + offs, tl.load(x_ptr + offs), offs >= 0, ROWS * INNER, PARTS)
 
@@ -53,8 +46,7 @@ def _product_kernel(
 def parts_of(x: Tensor, parts: int) -> Tensor:
     """[parts, ROWS, INNER] bf16."""
     out = x.new_empty(parts, *x.shape, dtype=torch.bfloat16)
-    sizes = {"ROWS": ROWS, "INNER": INNER, "PARTS": parts, "IS_INTERPRETED": IS_INTERPRETED}
-    launch(_store_kernel, (1,), x, out, **sizes, num_warps=4)
+    launch(_store_kernel, (1,), x, out, ROWS=ROWS, INNER=INNER, PARTS=parts, num_warps=4)
     return out
 
 
