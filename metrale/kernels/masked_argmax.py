@@ -30,7 +30,7 @@ def allowed_logits(
     logits_ptr, bitmask_ptr, held_ids_ptr, row, num_valid, num_words = rows
     ids = first + tl.arange(0, BLOCK)
     p_logits = logits_ptr + row * VOCAB + ids
-    if first + BLOCK <= num_valid:  # 16 bytes a lane: the end of the ids is at no multiple of anything
+    if first + BLOCK <= num_valid:  # no mask, and so 16 bytes a lane: num_valid is a multiple of nothing
         raw = tl.load(p_logits)
     else:
         raw = tl.load(p_logits, mask=ids < num_valid, other=float("-inf"))
@@ -50,6 +50,12 @@ def _highest(values, ids):
     """The highest value and, of its ids, the lowest."""
     value = tl.max(values, axis=0)
     return value, tl.min(tl.where(values == value, ids, NO_ID), axis=0)
+
+
+@triton.jit
+def _above(x, base):
+    """x - base, 0 where they are one infinity."""
+    return tl.where(x == base, 0.0, x - base)
 
 
 @kernel(
@@ -99,9 +105,8 @@ def _block_argmax_kernel(
     tl.store(id_ptr + at, tl.where(is_nan > 0, -1, token))
     if HAS_LOGPROBS:
         highest = tl.max(tl.where(raw != raw, float("-inf"), raw), axis=0)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
         tl.store(stats_ptr + 2 * at, highest)
-        tl.store(stats_ptr + 2 * at + 1, tl.sum(tl.exp(raw - base), axis=0))
+        tl.store(stats_ptr + 2 * at + 1, tl.sum(tl.exp(_above(raw, highest)), axis=0))
 
 
 @kernel(sizes=["num_blocks"], indices=["value_ptr", "id_ptr"])
@@ -131,9 +136,9 @@ def _row_argmax_kernel(
         highest = tl.load(stats_ptr + at, mask=mask, other=float("-inf"))
         total = tl.load(stats_ptr + at + 1, mask=mask, other=0.0)
         base = tl.max(highest, axis=0)
-        total = tl.sum(total * tl.exp(highest - base), axis=0)
+        total = tl.sum(total * tl.exp(_above(highest, base)), axis=0)
         picked = tl.load(logits_ptr + row * VOCAB + tl.where(is_invalid, 0, token))
-        logprob = picked - base - tl.log(total)
+        logprob = _above(picked, base) - tl.log(total)
         tl.store(logprob_ptr + row, tl.where(is_invalid, float("nan"), logprob))
 
 
@@ -161,16 +166,22 @@ def masked_argmax(
     | result token_ids | [M] | int64 | out | in [0, num_valid), or -1 where a valid id is NaN or none is left |
     | result logprobs | [M] | float32 | out | with `with_logprobs`: log-softmax of the raw logits at the pick, else None |
 
-    Score of an id: logits / temperature + noise. +inf counts as certain.
+    Score of an id: logits / temperature + noise. +inf counts as certain; ids that have it share all of the probability.
 
     Masked, held and dropped ids are read all the same; ids at and past num_valid are not.
 
     Requires: contiguous 16-byte aligned logits; contiguous masks and held ids; 1 <= num_valid <= V. Source: the Gumbel-max trick (Gumbel 1954).
     """
     check("masked_argmax", "logits", logits, (None, None), torch.float32)
-    check_picks("masked_argmax", logits, num_valid, bitmask, held_ids)
+    check_picks("masked_argmax", logits, num_valid, bitmask, held_ids, temperatures, thresholds, noise)
+    check_contiguous(
+        "masked_argmax",
+        bitmask=bitmask,
+        held_ids=held_ids,
+        temperatures=temperatures,
+        thresholds=thresholds,
+    )
     num_rows, vocab = logits.shape
-    check_rows("masked_argmax", num_rows, bitmask, held_ids, temperatures, thresholds)
     words = None if noise is None else noise_words(noise, logits.device)
     num_blocks = ceil_div(num_valid, BLOCK_IDS)
     values = logits.new_empty(num_rows * num_blocks)
@@ -219,27 +230,8 @@ def masked_argmax(
     return Picks(token_ids, logprobs)
 
 
-def check_rows(
-    operator: str,
-    num_rows: int,
-    bitmask: Tensor | None,
-    held_ids: Tensor | None,
-    temperatures: Tensor | None,
-    thresholds: Tensor | None,
-) -> None:
+def check_contiguous(operator: str, **tensors: Tensor | None) -> None:
     """Raise ValueError where a tensor that goes with the rows does not lie as the kernels read it."""
-    for name, tensor, ndim, dtype in (
-        ("bitmask", bitmask, 2, torch.int32),
-        ("held_ids", held_ids, 2, torch.int32),
-        ("temperatures", temperatures, 1, torch.float32),
-        ("thresholds", thresholds, 1, torch.float32),
-    ):
-        if tensor is not None and (
-            tensor.shape[0] != num_rows
-            or tensor.ndim != ndim
-            or tensor.dtype is not dtype
-            or not tensor.is_contiguous()
-        ):
-            raise ValueError(
-                f"{operator}: {name}: expected contiguous {dtype} rows for {num_rows}, got {describe(tensor)}"
-            )
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{operator}: {name}: expected contiguous rows, got {describe(tensor)}")

@@ -11,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from metrale.kernels.launch import check, kernel, launch
-from metrale.kernels.masked_argmax import allowed_logits, check_rows
-from metrale.kernels.picks import Truncation, check_picks
+from metrale.kernels.masked_argmax import allowed_logits, check_contiguous
+from metrale.kernels.picks import Truncation, check_picks, check_truncations
 
 BLOCK_IDS = 2048
 NUM_WARPS = 8
+LEAST_TOP_P = torch.finfo(torch.float32).tiny
+"""What is smaller would be 0 in float32, which every id reaches. The highest id alone has a mass of 1 or more."""
 
 
 @triton.jit
@@ -192,7 +194,7 @@ def thresholds(
     | --- | --- | --- | --- | --- |
     | logits, num_valid, bitmask, held_ids, temperatures | | | in | as in `masked_argmax` |
     | truncations | M | | in | top_k, top_p, min_p of each row |
-    | result | [M] | float32 | out | -inf where nothing is cut, or the row is greedy |
+    | result | [M] | float32 | out | -inf where nothing is cut, the row is greedy or an id has +inf |
 
     Top-k keeps every id equal to the k-th highest. Top-p keeps the smallest falling prefix of what top-k left whose softmax
     mass is `top_p` or more, and every id equal to its last; min-p what has at least `min_p` of the highest probability.
@@ -203,13 +205,14 @@ def thresholds(
     Requires: contiguous 16-byte aligned logits; contiguous masks and held ids; as many truncations as rows. Source: Holtzman et al. 2020, The curious case of neural text degeneration
     (arXiv:1904.09751); Nguyen et al. 2024, min-p (arXiv:2407.01082).
     """
-    check("thresholds", "logits", logits, (len(truncations), None), torch.float32)
-    check_picks("thresholds", logits, num_valid, bitmask, held_ids)
+    check("thresholds", "logits", logits, (None, None), torch.float32)
+    check_picks("thresholds", logits, num_valid, bitmask, held_ids, temperatures)
+    check_contiguous("thresholds", bitmask=bitmask, held_ids=held_ids, temperatures=temperatures)
     num_rows, vocab = logits.shape
-    check_rows("thresholds", num_rows, bitmask, held_ids, temperatures, None)
-    top_k = torch.tensor([t.top_k for t in truncations], dtype=torch.int32, device=logits.device)
+    check_truncations("thresholds", truncations, num_rows)
+    top_k = torch.tensor([min(t.top_k, vocab) for t in truncations], dtype=torch.int32, device=logits.device)
     cuts = torch.tensor(
-        [(t.top_p, math.log(t.min_p) if t.min_p else -math.inf) for t in truncations],
+        [(max(t.top_p, LEAST_TOP_P), math.log(t.min_p) if t.min_p else -math.inf) for t in truncations],
         dtype=torch.float32,
         device=logits.device,
     )

@@ -43,11 +43,12 @@ def masked_argmax(
     | result token_ids | [M] | int64 | out | in [0, num_valid), or -1 where a valid id is NaN or none is left |
     | result logprobs | [M] | float32 | out | with `with_logprobs`: log-softmax of the raw logits at the pick, else None |
 
-    Score of an id: logits / temperature + noise. +inf counts as certain. All but the argmax itself and the noise is torch's.
+    Score of an id: logits / temperature + noise. +inf counts as certain; ids that have it share all of the probability.
+    All but the argmax itself and the noise is torch's.
 
     Requires: 1 <= num_valid <= V. Source: the Gumbel-max trick (Gumbel 1954).
     """
-    check_picks("masked_argmax", logits, num_valid, bitmask, held_ids)
+    check_picks("masked_argmax", logits, num_valid, bitmask, held_ids, temperatures, thresholds, noise)
     scores = logits
     if bitmask is not None or held_ids is not None or temperatures is not None:
         scores = processed(

@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from metrale.kernels.picks import WORD, WORD_BITS, Picks, Truncation, check_picks, noise_words
+from metrale.kernels.picks import (
+    WORD,
+    WORD_BITS,
+    Picks,
+    Truncation,
+    check_picks,
+    check_truncations,
+    noise_words,
+)
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -42,11 +50,11 @@ def masked_argmax(
     | result token_ids | [M] | int64 | out | in [0, num_valid), or -1 where a valid id is NaN or none is left |
     | result logprobs | [M] | float32 | out | with `with_logprobs`: log-softmax of the raw logits at the pick, else None |
 
-    Score of an id: logits / temperature + noise. +inf counts as certain.
+    Score of an id: logits / temperature + noise. +inf counts as certain; ids that have it share all of the probability.
 
     Requires: 1 <= num_valid <= V. Source: the Gumbel-max trick (Gumbel 1954).
     """
-    check_picks("masked_argmax", logits, num_valid, bitmask, held_ids)
+    check_picks("masked_argmax", logits, num_valid, bitmask, held_ids, temperatures, thresholds, noise)
     if not logits.shape[0]:
         empty = torch.empty(0, dtype=torch.int64, device=logits.device)
         return Picks(empty, empty.float() if with_logprobs else None)
@@ -59,6 +67,10 @@ def masked_argmax(
 def pick_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Log-softmax of logits [M, V] at the picks [M], NaN where there is none."""
     at = token_ids.clamp(min=0)[:, None]
+    is_certain = logits == torch.inf
+    if is_certain.any():
+        certain = torch.where(is_certain, 0.0, -torch.inf)
+        logits = torch.where(is_certain.any(-1, keepdim=True), certain, logits)
     logprobs = logits.gather(1, at) - logits.logsumexp(-1, keepdim=True)
     return logprobs[:, 0].masked_fill(token_ids < 0, torch.nan)
 
@@ -114,7 +126,7 @@ def thresholds(
     | --- | --- | --- | --- | --- |
     | logits, num_valid, bitmask, held_ids, temperatures | | | in | as in `masked_argmax` |
     | truncations | M | | in | top_k, top_p, min_p of each row |
-    | result | [M] | float32 | out | -inf where nothing is cut, or the row is greedy |
+    | result | [M] | float32 | out | -inf where nothing is cut, the row is greedy or an id has +inf |
 
     Top-k keeps every id equal to the k-th highest. Top-p keeps the smallest falling prefix of what top-k left whose softmax
     mass is `top_p` or more, and every id equal to its last; min-p what has at least `min_p` of the highest probability.
@@ -122,7 +134,8 @@ def thresholds(
     Requires: as many truncations as rows. Source: Holtzman et al. 2020, The curious case of neural text degeneration
     (arXiv:1904.09751); Nguyen et al. 2024, min-p (arXiv:2407.01082).
     """
-    check_picks("thresholds", logits, num_valid, bitmask, held_ids)
+    check_picks("thresholds", logits, num_valid, bitmask, held_ids, temperatures)
+    check_truncations("thresholds", truncations, logits.shape[0])
     result = torch.full((len(truncations),), -torch.inf, dtype=torch.float32, device=logits.device)
     for i, truncation in enumerate(truncations):
         if float(temperatures[i]) > 0.0 and truncation != Truncation(0, 1.0, 0.0):
@@ -135,6 +148,8 @@ def thresholds(
 def _threshold(scores: Tensor, truncation: Truncation) -> Tensor:
     """NaN compares false with everything: a row that holds it is found invalid by the argmax."""
     threshold = scores.new_full((), -torch.inf)
+    if scores.amax() == torch.inf:
+        return threshold
     if 0 < truncation.top_k < scores.shape[0]:
         threshold = scores.topk(truncation.top_k).values[-1]
         scores = scores.masked_fill(scores < threshold, -torch.inf)

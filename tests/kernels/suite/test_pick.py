@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -126,18 +127,69 @@ def test_truncation_keeps_ties() -> None:
     assert thresholds(logits, 50, torch.zeros(4), [Truncation(1, 0.5, 0.1)] * 4).tolist() == [-torch.inf] * 4
 
 
+def test_the_smallest_top_p_keeps_the_highest_alone() -> None:
+    """Also where it is 0 in float32; min-p still cuts."""
+    logits, ones = randn(3, 50), torch.ones(3)
+    for truncation in (Truncation(0, 1e-300, 0.0), Truncation(0, 5e-324, 0.5), Truncation(9, 1e-45, 0.0)):
+        found = thresholds(logits, 50, ones, [truncation] * 3)
+        assert torch.equal(found, reference.thresholds(logits, 50, ones, [truncation] * 3))
+        assert torch.equal(found, logits.amax(-1))
+
+
+def test_infinite_logits() -> None:
+    """+inf is certain: nothing need be cut beside it, and who has it shares the probability; masked, it is no pick."""
+    logits = randn(4, 70)
+    logits[0, 7] = logits[1, 3] = logits[1, 60] = logits[2, 5] = torch.inf
+    logits[3] = -torch.inf
+    held = torch.tensor([[-1], [3], [5], [-1]], dtype=torch.int32)
+    ones = torch.ones(4)
+    for truncation in (Truncation(1, 1.0, 0.0), Truncation(0, 0.5, 0.0), Truncation(0, 1.0, 0.5)):
+        found = thresholds(logits, 70, ones, [truncation] * 4, held_ids=held)
+        expected = reference.thresholds(logits, 70, ones, [truncation] * 4, held_ids=held)
+        assert torch.equal(found[:3], expected[:3])
+        assert found[:2].tolist() == [-torch.inf] * 2
+    for held_ids in (None, held):
+        for options in ({}, {"temperatures": ones, "noise": [(1, 0, i) for i in range(4)]}):
+            found = masked_argmax(logits, 70, held_ids=held_ids, with_logprobs=True, **options)
+            expected = reference.masked_argmax(logits, 70, held_ids=held_ids, with_logprobs=True, **options)
+            assert_same(found, expected)
+    assert found.logprobs[2] == -torch.inf
+    assert abs(float(found.logprobs[1]) + math.log(2.0)) < 1e-6
+
+
 def test_refusals() -> None:
     logits = randn(2, 70)
+    words = torch.zeros(2, 3, dtype=torch.int32)
     for operator in (masked_argmax, reference.masked_argmax):
-        for options, words in (
+        for options, sentence in (
             ({"num_valid": 0}, "num_valid: expected 1 to 70, got 0"),
-            ({"num_valid": 70, "bitmask": torch.zeros(2, 2, dtype=torch.int32)}, "bitmask: expected int32"),
-            ({"num_valid": 70, "held_ids": torch.zeros(1, 1, dtype=torch.int32)}, "held_ids: expected int32"),
+            ({"bitmask": words[:, :2]}, r"bitmask: expected int32 \[2, 3 or more\], got int32 \[2, 2\]"),
+            ({"bitmask": words[0]}, r"bitmask: expected int32 \[2, 3 or more\], got int32 \[3\]"),
+            ({"held_ids": words[:1]}, "held_ids: expected int32"),
+            ({"temperatures": torch.ones(3)}, r"temperatures: expected float32 \[2\], got float32 \[3\]"),
+            ({"temperatures": torch.tensor(1.0)}, r"temperatures: expected float32 \[2\], got float32 \[\]"),
+            ({"thresholds": torch.ones(2)}, "temperatures: expected as thresholds or noise were given"),
+            ({"noise": [(0, 0, 0)] * 2}, "temperatures: expected as thresholds or noise were given"),
+            ({"temperatures": torch.ones(2), "noise": [(0, 0, 0)]}, "noise: expected 2 triples, got 1"),
         ):
-            with pytest.raises(ValueError, match=f"^masked_argmax: {words}"):
-                operator(logits, **options)
-    with pytest.raises(ValueError, match="masked_argmax: temperatures: expected contiguous"):
-        masked_argmax(logits, 70, temperatures=torch.ones(3))
+            with pytest.raises(ValueError, match=f"^masked_argmax: {sentence}"):
+                operator(logits, **({"num_valid": 70} | options))
+        with pytest.raises(ValueError, match=r"^masked_argmax: logits: expected"):
+            operator(logits[0], 70)
+    with pytest.raises(ValueError, match="masked_argmax: bitmask: expected contiguous rows"):
+        masked_argmax(logits, 70, bitmask=torch.zeros(2, 6, dtype=torch.int32)[:, ::2])
+    for operator in (thresholds, reference.thresholds):
+        for truncations in (
+            [Truncation(0, 0.0, 0.0)] * 2,
+            [Truncation(0, 1.0, -1.0)] * 2,
+            [Truncation(-1, 1.0, 0.0)] * 2,
+            [Truncation(0, math.nan, 0.0)] * 2,
+            [Truncation(0, 1.0, 0.0)],
+        ):
+            with pytest.raises(ValueError, match=r"^thresholds: truncations: expected"):
+                operator(logits, 70, torch.ones(2), truncations)
+        with pytest.raises(ValueError, match=r"^thresholds: temperatures: expected float32"):
+            operator(logits, 70, torch.ones(2, 1), [Truncation(0, 1.0, 0.0)] * 2)
 
 
 def test_gumbel_is_the_reference_s() -> None:
