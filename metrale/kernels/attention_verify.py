@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from metrale.kernels.launch import (
     launch,
     next_power_of_2,
     only_if,
+    shape_of,
 )
 from metrale.kernels.products import dot, num_parts, product, split, transposed
 
@@ -31,11 +33,11 @@ NUM_WARPS = 8
 
 
 class Tile(NamedTuple):
-    """Rows, keys and key elements at a time of a program's block, its warps and pipeline stages."""
+    """Rows, keys and key elements of one product in a program's block, its warps and pipeline stages."""
 
     rows: int
     keys: int
-    part: int
+    inner: int
     num_warps: int
     num_stages: int
 
@@ -45,9 +47,17 @@ def tile_of(dim: int, dtype: torch.dtype) -> Tile:
     whole = max(16, next_power_of_2(dim))
     if dtype is torch.float32:
         return Tile(16, 16, min(whole, 32), 4, 1)
+    keys = KEY_BLOCK if dim <= 128 else KEY_BLOCK // 2
     if is_hip():
-        return Tile(BLOCK_ROWS, KEY_BLOCK, min(whole, 64), 4, 1)
-    return Tile(BLOCK_ROWS, KEY_BLOCK if dim <= 128 else KEY_BLOCK // 2, whole, NUM_WARPS, 2)
+        return Tile(BLOCK_ROWS, keys, min(whole, 64), NUM_WARPS, 1)
+    return Tile(BLOCK_ROWS, keys, whole, NUM_WARPS, 2)
+
+
+@triton.jit
+def _gated(x, gate, dtype: tl.constexpr):
+    """x times the sigmoid of its gate; what is no number is NaN, for the path by which it came decides its infinities."""
+    x = tl.where(x - x == 0.0, x, float("nan"))
+    return (x.to(dtype).to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))).to(dtype)
 
 
 @kernel(
@@ -74,7 +84,7 @@ def _attention_kernel(
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    PART: tl.constexpr,  # of BLOCK_DIM, for the scores
+    BLOCK_INNER: tl.constexpr,  # elements of BLOCK_DIM in one product of the scores
     BLOCK_RATIO: tl.constexpr,  # query heads of a key head, padded
     TILE_ROWS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -102,8 +112,8 @@ def _attention_kernel(
     mask_d = offs_d < DIM
     mask_q = mask_m[:, None] & mask_d[None, :]
     p_q = q_ptr + ((row * NUM_HEADS + head) * DIM)[:, None]
-    offs_p = tl.arange(0, PART)
-    if PART == BLOCK_DIM:
+    offs_p = tl.arange(0, BLOCK_INNER)
+    if BLOCK_INNER == BLOCK_DIM:
         q = tl.load(p_q + offs_d[None, :], mask=mask_q, other=0.0)
 
     last = start + tl.minimum((i_tile + 1) * TILE_ROWS, num_rows)  # positions that this tile may see
@@ -117,6 +127,10 @@ def _attention_kernel(
     highest = tl.full((TILE_ROWS * BLOCK_RATIO,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((TILE_ROWS * BLOCK_RATIO,), dtype=tl.float32)
     acc = tl.zeros((TILE_ROWS * BLOCK_RATIO, BLOCK_DIM), dtype=tl.float32)
+    first_edge = (
+        start + i_tile * TILE_ROWS + 1
+    ) // KEY_BLOCK  # from here on not every row of the tile sees a block
+    num_bad = tl.zeros((KEY_BLOCK,), dtype=tl.float32)
     for block in range(first_block, end_block):
         at = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
         is_key = at < last
@@ -126,9 +140,9 @@ def _attention_kernel(
         offs_kv = ((page * PAGE_SIZE + at % PAGE_SIZE) * NUM_KV_HEADS + i_kv) * DIM
         mask_kv = is_key[:, None] & mask_d[None, :]
         scores = tl.zeros((TILE_ROWS * BLOCK_RATIO, KEY_BLOCK), dtype=tl.float32)
-        for i in range(0, BLOCK_DIM, PART):
+        for i in range(0, BLOCK_DIM, BLOCK_INNER):
             mask_p = (i + offs_p < DIM)[None, :]
-            if PART < BLOCK_DIM:
+            if BLOCK_INNER < BLOCK_DIM:
                 q = tl.load(p_q + i + offs_p[None, :], mask=mask_m[:, None] & mask_p, other=0.0)
             p_k = k_cache_ptr + offs_kv[:, None] + i + offs_p[None, :]
             k = tl.load(p_k, mask=is_key[:, None] & mask_p, other=0.0)
@@ -144,18 +158,26 @@ def _attention_kernel(
         weights = tl.exp(scores - base[:, None])
         total = total * old + tl.sum(weights, axis=1)
         acc = acc * old[:, None]
-        if (block + 1) * KEY_BLOCK > start + i_tile * TILE_ROWS + 1:
-            # rows of this tile do not all see this block: a later row's NaN must not reach an earlier one by 0 * NaN
+        if block >= first_edge:
+            # a later row's NaN must not reach an earlier one by 0 * NaN
             wide = v.to(tl.float32)
-            is_bad = tl.sum(tl.where(wide - wide == 0.0, 0.0, 1.0), axis=1)
-            v = tl.where(is_bad[:, None] > 0.0, 0.0, v)
-            poison = tl.sum(tl.where(is_seen, is_bad[None, :], 0.0), axis=1)
-            acc += tl.where(poison > 0.0, float("nan"), 0.0)[:, None]
+            is_number = wide - wide == 0.0
+            v = tl.where(is_number, v, 0.0)
+            num_bad += tl.sum(tl.where(is_number, 0.0, 1.0), axis=1)
         if v.dtype == tl.float32:
             acc += product(split(weights, PARTS), split(v, PARTS), PARTS, IS_INTERPRETED)
         else:
             acc = dot(weights.to(v.dtype), v, acc, IS_INTERPRETED)
         highest = new_highest
+    if tl.sum(num_bad, axis=0) > 0.0:
+        for key in range(
+            tl.maximum(first_block, first_edge) * KEY_BLOCK, tl.minimum(end_block * KEY_BLOCK, last)
+        ):
+            key_page = tl.load(page_table_ptr + i_group * max_pages + key // PAGE_SIZE).to(tl.int64)
+            offs_v = ((key_page * PAGE_SIZE + key % PAGE_SIZE) * NUM_KV_HEADS + i_kv) * DIM + offs_d
+            row_v = tl.load(v_cache_ptr + offs_v, mask=mask_d, other=0.0).to(tl.float32)
+            is_bad = (key <= position)[:, None] & (row_v - row_v != 0.0)[None, :]
+            acc = tl.where(is_bad, float("nan"), acc)
 
     at_out = (row * NUM_HEADS + head) * DIM
     if SPLIT_BLOCKS > 0:
@@ -170,10 +192,9 @@ def _attention_kernel(
     else:
         columns = 2 * DIM * (NUM_HEADS + NUM_KV_HEADS)
         p_gate = projected_ptr + (row * columns + 2 * DIM * head + DIM)[:, None] + offs_d[None, :]
-        gate = tl.load(p_gate, mask=mask_q, other=0.0).to(tl.float32)
-        dtype = out_ptr.dtype.element_ty
-        result = (acc / total[:, None]).to(dtype).to(tl.float32) / (1.0 + tl.exp(-gate))
-        tl.store(out_ptr + at_out[:, None] + offs_d[None, :], result.to(dtype), mask=mask_q)
+        gate = tl.load(p_gate, mask=mask_q, other=0.0)
+        result = _gated(acc / total[:, None], gate, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at_out[:, None] + offs_d[None, :], result, mask=mask_q)
 
 
 @kernel(sizes=["num_splits", "num_rows_total"])
@@ -210,9 +231,8 @@ def _merge_kernel(
         highest = new_highest
     columns = 2 * DIM * (NUM_HEADS + NUM_KV_HEADS)
     gate = tl.load(projected_ptr + row * columns + 2 * DIM * head + DIM + offs_d, mask=mask_d, other=0.0)
-    dtype = out_ptr.dtype.element_ty
-    result = (acc / total).to(dtype).to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))
-    tl.store(out_ptr + (row * NUM_HEADS + head) * DIM + offs_d, result.to(dtype), mask=mask_d)
+    result = _gated(acc / total, gate, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (row * NUM_HEADS + head) * DIM + offs_d, result, mask=mask_d)
 
 
 def attention_verify(
@@ -231,10 +251,11 @@ def attention_verify(
     Keys are walked in blocks (`tile_of`) from position 0 with an online softmax; scores are scaled by dh^-1/2. Every
     SPLIT_BLOCKS x 64 keys are a split of their own; splits are merged in order, one alone in the same way as many. Products run
     on the units that multiply bf16 and are added in float32: with float32 rows an operand is the sum of 3 bf16 parts, and a product
-    errs by at most 2^-22 of its terms' magnitudes; with bf16 rows the softmax weights are rounded to bf16.
+    errs by at most 2^-22 of its terms' magnitudes; with bf16 rows the softmax weights are rounded to bf16. An element of a value
+    that is no finite number makes its dimension NaN in the rows that see it, and in no other.
 
     Requires: contiguous 16-byte aligned tensors; P a power of two up to 64; pages of every position up to a group's last
-    row; positions below 2^31.
+    row in its page table; positions below 2^31.
     Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax (arXiv:1805.02867); splits as in
     Dao et al. 2023, Flash-Decoding.
     """
@@ -257,8 +278,8 @@ def _attend(
     groups: Groups,
     is_split: bool,
 ) -> Tensor:
-    num_rows, num_heads, dim = q.shape
-    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    num_rows, num_heads, dim = shape_of(operator, "q", q, 3)
+    num_pages, page_size, num_kv_heads, _ = shape_of(operator, "k_cache", k_cache, 4)
     kinds = (q.dtype,)
     for name, tensor, shape, dtypes in (
         ("q", q, (num_rows, num_heads, dim), (torch.float32, torch.bfloat16)),
@@ -270,16 +291,25 @@ def _attend(
     ratio, odd = divmod(num_heads, num_kv_heads)
     block_ratio = next_power_of_2(ratio)
     tile = tile_of(dim, q.dtype)
-    if odd or block_ratio > BLOCK_ROWS or KEY_BLOCK % page_size or groups.num_rows != num_rows:
+    if odd or block_ratio > BLOCK_ROWS or groups.num_rows != num_rows:
         raise ValueError(
-            f"{operator}: q: expected {groups.num_rows} rows of a multiple of {num_kv_heads} heads, got {describe(q)}"
+            f"{operator}: q: expected {groups.num_rows} rows of 1 to {BLOCK_ROWS} times {num_kv_heads} heads, got {describe(q)}"
+        )
+    if KEY_BLOCK % page_size:
+        raise ValueError(
+            f"{operator}: k_cache: expected pages of 1, 2, 4, .. {KEY_BLOCK} positions, got {page_size}"
+        )
+    num_keys = groups.num_positions
+    num_pages_needed, max_pages = ceil_div(num_keys, page_size), groups.page_table.shape[1]
+    if num_pages_needed > max_pages:
+        raise ValueError(
+            f"{operator}: groups: expected {num_pages_needed} pages for {num_keys} positions, got {max_pages}"
         )
     tile_rows = max(tile.rows // block_ratio, 1)
     out = projected.new_empty(num_rows, num_heads * dim)
     num_splits = 0
     part_out = part_stats = out
     if is_split:
-        num_keys = max((group.start + group.num_rows for group in groups.host), default=0)
         num_splits = ceil_div(num_keys, SPLIT_BLOCKS * KEY_BLOCK)
         part_out = q.new_empty(num_splits * num_rows * num_heads * dim, dtype=torch.float32)
         part_stats = q.new_empty(num_splits * num_rows * num_heads * 2, dtype=torch.float32)
@@ -304,12 +334,12 @@ def _attend(
         out,
         part_out,
         part_stats,
-        groups.page_table.shape[1],
+        max_pages,
         num_rows,
         dim**-0.5,
         **sizes,
         PAGE_SIZE=page_size,
-        PART=tile.part,
+        BLOCK_INNER=tile.inner,
         BLOCK_RATIO=block_ratio,
         TILE_ROWS=tile_rows,
         KEY_BLOCK=tile.keys,

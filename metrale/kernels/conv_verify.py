@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from metrale.kernels.groups import Groups
-from metrale.kernels.launch import check, describe, kernel, launch, next_power_of_2, only_if
+from metrale.kernels.launch import check, describe, kernel, launch, next_power_of_2, only_if, shape_of
 
 L2_EPS = 1e-6
 MAX_WIDTH = 4
@@ -183,6 +183,14 @@ def conv_verify(
     """
     shapes = check_layer("conv_verify", projected, conv_weight, neg_exp_a, dt_bias, ring_x, ring_k, ring_g)
     num_rows = projected.shape[0]
+    num_taps = conv_weight.shape[1]
+    if groups.num_rows and not (
+        groups.most_rows + num_taps - 1 <= ring_x.shape[1] and groups.most_rows <= ring_k.shape[1]
+    ):
+        raise ValueError(
+            f"conv_verify: ring_x: expected {groups.most_rows + num_taps - 1} rows or more, and {groups.most_rows} in "
+            f"ring_k, got {ring_x.shape[1]} and {ring_k.shape[1]}"
+        )
     q, v, beta = outputs(projected, ring_k, ring_g, shapes["VALUE_DIM"])
     num_heads = 2 * shapes["NUM_KEY_HEADS"] + shapes["NUM_VALUE_HEADS"]
     if groups.num_rows != num_rows:
@@ -235,10 +243,15 @@ def check_layer(
     ring_g: Tensor,
 ) -> dict[str, int]:
     """The model's shape as the kernels' constants."""
-    num_slots, ring_len, num_key_heads, key_dim = ring_k.shape
-    num_channels, width = conv_weight.shape
-    num_value_heads = neg_exp_a.shape[0]
-    value_dim = (num_channels - 2 * num_key_heads * key_dim) // num_value_heads
+    num_slots, ring_len, num_key_heads, key_dim = shape_of(operator, "ring_k", ring_k, 4)
+    num_channels, width = shape_of(operator, "conv_weight", conv_weight, 2)
+    (num_value_heads,) = shape_of(operator, "neg_exp_a", neg_exp_a, 1)
+    value_dim, odd = divmod(num_channels - 2 * num_key_heads * key_dim, max(num_value_heads, 1))
+    if odd or value_dim < 1 or num_value_heads % num_key_heads:
+        raise ValueError(
+            f"{operator}: conv_weight: expected 2 x {num_key_heads} heads of {key_dim} channels and a multiple of "
+            f"{num_value_heads}, got {describe(conv_weight)}"
+        )
     columns = num_channels + num_value_heads * (value_dim + 2)
     f32, kinds = (torch.float32,), (projected.dtype,)
     if not 1 <= width <= MAX_WIDTH:

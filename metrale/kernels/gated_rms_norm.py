@@ -6,7 +6,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import ALIGNMENT_BYTES, ceil_div, check, describe, kernel, launch, next_power_of_2
+from metrale.kernels.launch import (
+    ALIGNMENT_BYTES,
+    ceil_div,
+    check,
+    describe,
+    kernel,
+    launch,
+    next_power_of_2,
+    shape_of,
+)
 
 BLOCK_HEADS = 16
 NUM_WARPS = 4
@@ -55,7 +64,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     Requires: 16-byte aligned tensors, contiguous but for the rows of `gate`, which lies at one offset of such a tensor.
     Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), section 3.4.
     """
-    num_rows, num_heads, dim = x.shape
+    num_rows, num_heads, dim = shape_of("gated_rms_norm", "x", x, 3)
     check("gated_rms_norm", "x", x, (None, None, None), torch.float32, torch.bfloat16)
     check("gated_rms_norm", "weight", weight, (dim,), torch.float32)
     if gate.shape != x.shape or gate.dtype is not x.dtype or gate.stride()[1:] != (dim, 1):

@@ -17,6 +17,7 @@ from metrale.kernels.launch import (
     launch,
     next_power_of_2,
     only_if,
+    shape_of,
 )
 from metrale.kernels.products import (
     keep_order,
@@ -265,8 +266,8 @@ def gdn_chunk(
     Requires: contiguous 16-byte aligned tensors; group starts at a multiple of 64 with nothing pending.
     Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), section 3.3 (the WY form with decay).
     """
-    num_rows, num_key_heads, key_dim = q.shape
-    num_value_heads, value_dim = v.shape[1:]
+    num_rows, num_key_heads, key_dim = shape_of("gdn_chunk", "q", q, 3)
+    _, num_value_heads, value_dim = shape_of("gdn_chunk", "v", v, 3)
     tiles = num_tiles(key_dim, value_dim)
     f32, kinds = (torch.float32,), (q.dtype,)
     if groups.num_rows != num_rows or num_value_heads % num_key_heads:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from metrale.kernels.groups import Groups
-from metrale.kernels.launch import ceil_div, check, kernel, launch, next_power_of_2, only_if
+from metrale.kernels.launch import ceil_div, check, kernel, launch, next_power_of_2, only_if, shape_of
 
 CONFIGS = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (128, 8), 256: (32, 8)}
 """Rows of a value tile and warps, by the padded key dimension.
@@ -209,9 +209,9 @@ def gdn_verify(
     Requires: contiguous 16-byte aligned tensors; pending + new rows <= W; group positions below 2^31.
     Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), equation 10.
     """
-    num_rows, num_key_heads, key_dim = q.shape
-    num_slots, ring_len = ring_k.shape[:2]
-    num_value_heads, value_dim = v.shape[1:]
+    num_rows, num_key_heads, key_dim = shape_of("gdn_verify", "q", q, 3)
+    num_slots, ring_len, _, _ = shape_of("gdn_verify", "ring_k", ring_k, 4)
+    _, num_value_heads, value_dim = shape_of("gdn_verify", "v", v, 3)
     block_dv, num_warps = tile_of(key_dim, value_dim)
     tiles = ceil_div(value_dim, block_dv)
     padded = max(16, next_power_of_2(key_dim))

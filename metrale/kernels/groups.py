@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,16 @@ class Groups:
     def num_rows(self) -> int:
         return self.host[-1].first_row + self.host[-1].num_rows if self.host else 0
 
+    @cached_property
+    def most_rows(self) -> int:
+        """Of one group."""
+        return max((group.num_rows for group in self.host), default=0)
+
+    @cached_property
+    def num_positions(self) -> int:
+        """Positions up to the last row of the longest sequence that has rows."""
+        return max((group.start + group.num_rows for group in self.host if group.num_rows), default=0)
+
     def tiles(self, height: int) -> Tensor:
         """Every group cut into tiles of `height` rows: (group, tile) pairs, int32 [tiles, 2]; made once for all layers."""
         if height not in self._tiles:
@@ -84,7 +95,16 @@ class Groups:
 
     @staticmethod
     def of(slots_starts_rows: Sequence[tuple[int, int, int]], page_table: Tensor) -> Groups:
-        """Groups from (slot, start, num_rows) triples in slot order and their page table [N, max_pages]."""
+        """Groups from (slot, start, num_rows) triples in slot order and their page table [N, max_pages] int32.
+
+        Raises ValueError for a page table of another dtype or number of rows, or that is not contiguous.
+        """
+        is_table = page_table.ndim == 2 and page_table.shape[0] == len(slots_starts_rows)
+        if not is_table or page_table.dtype is not torch.int32 or not page_table.is_contiguous():
+            raise ValueError(
+                f"groups: page_table: expected contiguous int32 [{len(slots_starts_rows)}, *], "
+                f"got {page_table.dtype} {list(page_table.shape)}"
+            )
         host = []
         cu = [0]
         for slot, start, num_rows in slots_starts_rows:
@@ -110,10 +130,18 @@ class Groups:
         )
 
 
+def check_generated(operator: str, num_generated: int, num_rows: int) -> None:
+    """Raise ValueError unless that many of the rows can be generated rows."""
+    if not 0 <= num_generated <= num_rows:
+        raise ValueError(f"{operator}: num_generated: expected 0 to {num_rows}, got {num_generated}")
+
+
 def check_slots(
     source: Tensor, destination: Tensor, from_slots: Sequence[int], to_slots: Sequence[int]
 ) -> None:
     """Raise ValueError for what `state_copy` does not take."""
+    if source.ndim < 2:
+        raise ValueError(f"state_copy: source: expected layers of slots, got {list(source.shape)}")
     if source.dtype is not destination.dtype or (
         source.shape[:1] + source.shape[2:] != destination.shape[:1] + destination.shape[2:]
     ):
@@ -126,5 +154,6 @@ def check_slots(
     for name, slots, tensor in (("from_slots", from_slots, source), ("to_slots", to_slots, destination)):
         if slots and not 0 <= min(slots) <= max(slots) < tensor.shape[1]:
             raise ValueError(f"state_copy: {name}: expected slots below {tensor.shape[1]}, got {slots}")
-    if source.data_ptr() == destination.data_ptr() and not set(from_slots).isdisjoint(to_slots):
+    is_same = source.numel() > 0 and source.data_ptr() == destination.data_ptr()
+    if is_same and not set(from_slots).isdisjoint(to_slots):
         raise ValueError(f"state_copy: to_slots: {to_slots} overlap from_slots {from_slots}")

@@ -60,6 +60,13 @@ def check(
     )
 
 
+def shape_of(operator: str, name: str, tensor: Tensor, ndim: int) -> tuple[int, ...]:
+    """The sizes of a tensor that must have `ndim` of them; ValueError where it has not."""
+    if tensor.ndim != ndim:
+        raise ValueError(f"{operator}: {name}: expected {ndim} dimensions, got {describe(tensor)}")
+    return tuple(tensor.shape)
+
+
 def describe(tensor: Tensor) -> str:
     """Dtype, shape and what may be wrong with the memory of a tensor, for error messages."""
     words = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from metrale.kernels.groups import check_generated
 from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, describe, is_hip, kernel, launch
 from metrale.kernels.products import dot
 
@@ -127,10 +129,11 @@ def linear(
 
     Requires: contiguous 16-byte aligned tensors; no residual with `silu_mul`.
     """
-    num_rows, inner = x.shape
-    num_outputs = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     check("linear", "x", x, (None, None), torch.float32, torch.bfloat16)
+    num_rows, inner = x.shape
     check("linear", "weight", weight, (None, inner), x.dtype)
+    num_outputs = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+    check_generated("linear", num_generated, num_rows)
     if silu_mul and (weight.shape[0] % 2 or residual is not None):
         raise ValueError(
             f"linear: silu_mul: expected an even number of outputs and no residual, got {describe(weight)}"
@@ -140,7 +143,10 @@ def linear(
     norm_groups = 0
     if norm is not None:
         norm_groups = norm.shape[0] if norm.ndim == 2 else 1
-        check("linear", "norm", norm.view(-1), (inner,), torch.float32)
+        parts = (norm_groups, inner // max(norm_groups, 1)) if norm.ndim == 2 else (inner,)
+        check("linear", "norm", norm, parts, torch.float32)
+        if math.prod(parts) != inner:
+            raise ValueError(f"linear: norm: expected parts of {inner} columns, got {describe(norm)}")
     out = x.new_empty(num_rows, num_outputs)
     for first, last, is_prompt in ((0, num_generated, False), (num_generated, num_rows, True)):
         tile = tile_of(num_outputs, x.dtype, is_prompt)

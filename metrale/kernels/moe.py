@@ -6,7 +6,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, kernel, launch, next_power_of_2
+from metrale.kernels.groups import check_generated
+from metrale.kernels.launch import IS_INTERPRETED, ceil_div, check, kernel, launch, next_power_of_2, shape_of
 from metrale.kernels.linear import linear, tile_of
 from metrale.kernels.products import dot
 
@@ -207,9 +208,9 @@ def moe(
     Source: Shazeer et al. 2017, Outrageously large neural networks (arXiv:1701.06538); the shared expert as in
     DeepSeekMoE (arXiv:2401.06066).
     """
-    num_rows, dim = x.shape
-    num_experts, _, inner = down.shape
-    shared_inner = shared_down.shape[1]
+    num_rows, dim = shape_of("moe", "x", x, 2)
+    num_experts, _, inner = shape_of("moe", "down", down, 3)
+    _, shared_inner = shape_of("moe", "shared_down", shared_down, 2)
     check("moe", "x", x, (None, None), torch.float32, torch.bfloat16)
     for name, tensor, shape in (
         ("router", router, (num_experts, dim)),
@@ -223,6 +224,7 @@ def moe(
         check("moe", name, tensor, shape, x.dtype)
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"moe: top_k: expected 1 to {num_experts}, got {top_k}")
+    check_generated("moe", num_generated, num_rows)
     experts, weights, gate = _route(x, router, shared_gate, top_k, norm_topk, num_generated)
     y = _experts(x, gate_up, down, experts, num_generated)
     shared = linear(linear(x, shared_gate_up, num_generated, silu_mul=True), shared_down, num_generated)

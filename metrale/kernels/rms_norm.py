@@ -40,8 +40,8 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     Requires: contiguous 16-byte aligned tensors; D up to 65536.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization (arXiv:1910.07467).
     """
-    size = x.shape[-1]
-    check("rms_norm", "x", x, (None, size), torch.float32, torch.bfloat16)
+    check("rms_norm", "x", x, (None, None), torch.float32, torch.bfloat16)
+    size = x.shape[1]
     check("rms_norm", "scale", scale, (size,), torch.float32)
     out = torch.empty_like(x)
     block = next_power_of_2(size)

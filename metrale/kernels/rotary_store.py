@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metrale.kernels.launch import check, describe, kernel, launch, next_power_of_2, only_if
+from metrale.kernels.launch import check, describe, kernel, launch, next_power_of_2, only_if, shape_of
 
 NUM_WARPS = 1
 
@@ -112,10 +112,10 @@ def rotary_store(
     Source: Su et al. 2021, RoFormer (arXiv:2104.09864, the rotate-half form); Henry et al. 2020 (arXiv:2010.04245) for
     query-key normalisation.
     """
-    num_rows, columns = projected.shape
-    num_kv_heads, dim = k_cache.shape[2:]
+    num_rows, columns = shape_of("rotary_store", "projected", projected, 2)
+    _, _, num_kv_heads, dim = shape_of("rotary_store", "k_cache", k_cache, 4)
+    _, half = shape_of("rotary_store", "cos", cos, 2)
     num_heads = columns // (2 * dim) - num_kv_heads
-    half = cos.shape[1]
     kinds, f32 = (projected.dtype,), (torch.float32,)
     check("rotary_store", "projected", projected, (None, None), torch.float32, torch.bfloat16)
     if num_heads < 1 or columns != 2 * dim * (num_heads + num_kv_heads) or 2 * half > dim:

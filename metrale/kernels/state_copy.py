@@ -53,9 +53,9 @@ def state_copy(
     Requires: contiguous 16-byte aligned tensors; slots in range; no slot twice in `to_slots`; none of them among
     `from_slots` where both are one tensor.
     """
+    check_slots(source, destination, from_slots, to_slots)
     for name, tensor in (("source", source), ("destination", destination)):
         check("state_copy", name, tensor, (None,) * source.ndim, torch.float32, torch.bfloat16, torch.int32)
-    check_slots(source, destination, from_slots, to_slots)
     runs = _runs(from_slots, to_slots)
     if len(runs) < 2 or source.device != destination.device:
         for i, j, length in runs:
@@ -68,8 +68,8 @@ def state_copy(
     launch(
         _state_copy_kernel,
         (ceil_div(size, block), len(from_slots), source.shape[0]),
-        source.flatten(2),
-        destination.flatten(2),
+        source.view(*source.shape[:2], size),
+        destination.view(*destination.shape[:2], size),
         slots,
         source.shape[1],
         destination.shape[1],

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from metrale.kernels.groups import check_generated
 from metrale.reference.norms import rms_norm
 from metrale.reference.numeric import silu
 
@@ -40,6 +41,7 @@ def linear(
     """
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear: x has {x.shape[1]} columns, weight expects {weight.shape[1]}")
+    check_generated("linear", num_generated, x.shape[0])
     if silu_mul and (residual is not None or weight.shape[0] % 2):
         raise ValueError(
             f"linear: silu_mul: expected an even number of outputs and no residual, got {weight.shape[0]}"

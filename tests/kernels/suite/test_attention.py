@@ -93,6 +93,44 @@ def test_rows_do_not_see_one_another(operator: object) -> None:
     assert broken[4:].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("operator", [attention_verify, attention_prefill])
+def test_a_bad_element_makes_its_dimension_nan(operator: object, value: float) -> None:
+    """In the rows that see it, and the bits are the same alone (a block that is seen whole) and in company (an edge)."""
+    assert callable(operator)
+    heads = Heads(SHAPES[1], 6, torch.float32)
+    heads.fill(PAGES[1], 66)
+    for p, dim in ((50, 3), (62, 5)):
+        heads.v[PAGES[1][p // PAGE_SIZE], p % PAGE_SIZE, 0, dim] = value
+    whole = operator(heads.q, heads.projected, heads.k, heads.v, groups_of([(1, 60, 6)], PAGES[1:]))
+    bad = whole.isnan().nonzero().tolist()
+    assert bad == [[row, dim] for row in range(6) for dim in ((3, 5) if row >= 2 else (3,))]
+    for i in range(6):
+        rows = (heads.q[i : i + 1].clone(), heads.projected[i : i + 1].clone())
+        alone = operator(*rows, heads.k, heads.v, groups_of([(1, 60 + i, 1)], PAGES[1:]))
+        assert torch.equal(alone.view(torch.int32), whole[i : i + 1].view(torch.int32))
+
+
+@pytest.mark.parametrize("operator", [attention_verify, attention_prefill])
+def test_attention_refusals(operator: object) -> None:
+    assert callable(operator)
+    heads = Heads(SHAPES[1], 3, torch.float32)
+    inputs = (heads.q, heads.projected, heads.k, heads.v)
+    with pytest.raises(ValueError, match=r"groups: expected 3 pages for 33 positions, got 2$"):
+        operator(*inputs, groups_of([(0, 30, 3)], [[3, 1]]))
+    with pytest.raises(ValueError, match="q: expected 2 rows of"):
+        operator(*inputs, groups_of([(0, 30, 2)], [[3, 1]]))
+    with pytest.raises(ValueError, match="q: expected 3 dimensions"):
+        operator(heads.projected, *inputs[1:], groups_of([(0, 0, 3)], [[3, 1]]))
+    thirds = [cache[:, :3].contiguous() for cache in (heads.k, heads.v)]
+    with pytest.raises(ValueError, match=r"k_cache: expected pages of 1, 2, 4, .. 64 positions, got 3"):
+        operator(*inputs[:2], *thirds, groups_of([(0, 0, 3)], [[3, 1]]))
+    heads.fill(PAGES[0], 3)
+    # a group without rows reads no pages
+    ends = groups_of([(0, 0, 3), (1, 640, 0)], [[3], []])
+    assert torch.equal(operator(*inputs, ends), operator(*inputs, groups_of([(0, 0, 3)], [[3]])))
+
+
 def _set_rows(cache: Tensor, pages: list[int], positions: list[int], value: float) -> None:
     for p in positions:
         cache[pages[p // PAGE_SIZE], p % PAGE_SIZE] = value

@@ -69,3 +69,24 @@ def test_refusals() -> None:
         linear(x, randn(5, 16), 3, silu_mul=True)
     with pytest.raises(ValueError, match="rms_norm: scale"):
         rms_norm(x, randn(15), EPS)
+    with pytest.raises(
+        ValueError, match=r"^rms_norm: x: expected aligned contiguous .* \[\*, \*\], got float32 \[16\]"
+    ):
+        rms_norm(x[0], randn(16), EPS)
+    with pytest.raises(ValueError, match=r"^gated_rms_norm: x: expected 3 dimensions"):
+        gated_rms_norm(x, x, randn(16), EPS)
+    with pytest.raises(
+        ValueError, match=r"^linear: x: expected aligned contiguous .* \[\*, \*\], got float32 \[16\]"
+    ):
+        linear(x[0], randn(4, 16), 1)
+    for norm in (randn(2, 2, 4), randn(3, 5), randn(15)):
+        with pytest.raises(ValueError, match=r"^linear: norm: expected"):
+            linear(x, randn(4, 16), 3, norm=norm, eps=EPS)
+
+
+@pytest.mark.parametrize("num_generated", [-1, 4])
+@pytest.mark.parametrize("operator", [linear, ORACLE.linear])
+def test_more_generated_rows_than_rows_are_refused(operator: object, num_generated: int) -> None:
+    assert callable(operator)
+    with pytest.raises(ValueError, match=f"^linear: num_generated: expected 0 to 3, got {num_generated}$"):
+        operator(randn(3, 16), randn(4, 16), num_generated)

@@ -152,5 +152,14 @@ def test_refusals() -> None:
             pool.ring_g.double(),
             groups_of([(0, 0, 3)]),
         )
+    for operator in (conv_verify, conv_prefill):
+        weights = (layer.weights[0][:-1].contiguous(), *layer.weights[1:])
+        with pytest.raises(
+            ValueError, match="conv_weight: expected 2 x 2 heads of 20 channels and a multiple of 4"
+        ):
+            operator(layer.projected, *weights, pool.ring_x, pool.ring_k, pool.ring_g, groups_of([(0, 0, 3)]))
+    small = GdnPool(SHAPE, torch.float32, max_rows=2)
+    with pytest.raises(ValueError, match="conv_verify: ring_x: expected 6 rows or more"):
+        verify(None, small, layer, layer.projected, [(0, 0, 3)], 0)
     with pytest.raises(ValueError, match="gdn_chunk: groups: expected a start at a multiple of 64, got 3"):
         prefill(None, pool, layer, layer.projected, [(0, 3, 3)])

@@ -44,7 +44,7 @@ def test_accept_parity() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int32], ids=str)
-@pytest.mark.parametrize("size", [(3, 5), (4, 8), (5000,)], ids=str)
+@pytest.mark.parametrize("size", [(3, 5), (4, 8), (5000,), (), (0, 3)], ids=str)
 def test_state_copy_copies_bits_and_nothing_else(size: tuple[int, ...], dtype: torch.dtype) -> None:
     """NaN and all: within a tensor, to one of another slot count, in runs and scattered."""
     source = (randn(2, 6, *size) * 100).to(dtype)
@@ -58,7 +58,9 @@ def test_state_copy_copies_bits_and_nothing_else(size: tuple[int, ...], dtype: t
         elsewhere = torch.zeros(2, 9, *size, dtype=dtype)
         state_copy(source, elsewhere, from_slots, to_slots)
         for i, j in zip(from_slots, to_slots, strict=True):
-            assert torch.equal(elsewhere[:, j].view(torch.uint8), source[:, i].view(torch.uint8))
+            assert torch.equal(
+                elsewhere[:, j].contiguous().view(torch.uint8), source[:, i].contiguous().view(torch.uint8)
+            )
         others = [slot for slot in range(9) if slot not in to_slots]
         assert not elsewhere[:, others].any()
 
@@ -73,6 +75,7 @@ def test_state_copy_refusals(copy: object) -> None:
         ((state, state, [1], [6]), "to_slots: expected slots below 6"),
         ((state, state, [-1], [2]), "from_slots: expected slots below 6"),
         ((state, randn(3, 6, 4), [1], [2]), "expected slots like torch.float32"),
+        ((state[0, 0], state[0, 0], [1], [2]), "source: expected layers of slots"),
     ):
         with pytest.raises(ValueError, match=f"^state_copy: .*{words}"):
             copy(*arguments)
