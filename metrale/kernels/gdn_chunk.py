@@ -259,9 +259,14 @@ def gdn_chunk(
 
     The first launch inverts the system of every chunk and head, 16 x 16 blocks on the diagonal by substitution, then
     blocks of twice the size from their halves; no power of the matrix is taken, which would overflow for keys that are
-    alike. The second walks the chunks of a group for BLOCK_DV value rows of one head. Products run on the units that
+    alike. It leaves inverses and scores in 256 bytes a part, row and value head each (in all T Hv 1024 bytes with bf16 rows,
+    T Hv 1536 with float32). The second walks the chunks of a group for BLOCK_DV value rows of one head, half of them with
+    float32 rows. Products run on the units that
     multiply bf16 and are added in float32; a float32 operand is the sum of 3 bf16 parts with float32 rows and of 2 with
     bf16 rows (`products`), which lose 2^-22 and 2^-15 of a product's terms.
+
+    A group without rows writes nothing. A chunk's rows are one product: what is no number in one of them may reach all 64,
+    and no other chunk but those after it in its group.
 
     Requires: contiguous 16-byte aligned tensors; group starts at a multiple of 64 with nothing pending.
     Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), section 3.3 (the WY form with decay).

@@ -48,6 +48,16 @@ def step(
     )
 
 
+def test_a_prompt_group_without_rows_writes_nothing() -> None:
+    pool, rows = GdnPool(SHAPE), Rows(SHAPE, 3)
+    pool.ssm.fill_(torch.nan)
+    gdn_chunk(
+        rows.q, rows.k, rows.v, rows.g, rows.beta, pool.ssm, pool.num_folded, groups([(0, 0, 0), (1, 0, 3)])
+    )
+    assert pool.ssm[0].isnan().all()
+    assert pool.ssm[1].isfinite().all()
+
+
 @pytest.mark.parametrize("fold_threshold", [0, 8])
 @pytest.mark.parametrize("shape", GDN_SHAPES, ids=str)
 def test_verify_parity_over_steps(shape: GdnShape, fold_threshold: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from metrale import reference
 from metrale.kernels import attention_verify as module
 from metrale.kernels.attention_verify import attention_prefill, attention_verify
+from metrale.kernels.products import NUM_PARTS
 from metrale.kernels.rotary_store import rotary_store
 from tests.kernels.suite.cases import DTYPES, assert_near, randn
 from tests.reference.oracles import groups_of
@@ -68,6 +69,20 @@ def test_attention_parity(
     for blocks in (16, 1, 2):
         monkeypatch.setattr(module, "SPLIT_BLOCKS", blocks)
         assert_near(attention_verify(*inputs), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operator", [attention_verify, attention_prefill])
+def test_attention_parity_with_operands_in_parts(
+    operator: object, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products as a device makes them of float32 operands."""
+    assert callable(operator)
+    monkeypatch.setattr(module, "num_parts", NUM_PARTS.__getitem__)
+    heads, groups = Heads(SHAPES[0], 8, dtype), groups_of([(1, 124, 8)], PAGES[1:])
+    heads.fill(PAGES[1], 132)
+    inputs = (heads.q, heads.projected, heads.k, heads.v, groups)
+    assert_near(operator(*inputs), ORACLE.attention_verify(*inputs), dtype)
 
 
 @pytest.mark.parametrize("operator", [attention_verify, attention_prefill])

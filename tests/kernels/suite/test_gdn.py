@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from metrale import reference
+from metrale.kernels import gdn_chunk as chunk_module
 from metrale.kernels.conv_prefill import conv_prefill
 from metrale.kernels.conv_verify import conv_verify
 from metrale.kernels.gdn_chunk import gdn_chunk
 from metrale.kernels.gdn_verify import gdn_verify
 from metrale.kernels.ops import Ops
+from metrale.kernels.products import NUM_PARTS
 from tests.kernels.suite.cases import (
     DTYPES,
     GDN_SHAPES,
@@ -71,6 +73,17 @@ def test_parity_over_steps(shape: GdnShape, dtype: torch.dtype) -> None:
         ours.assert_near(theirs, dtype)
         starts = [start + n for start, n in zip(starts, counts, strict=True)]
         first += sum(counts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunk_parity_with_operands_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products as a device makes them, of 3 and of 2 parts an operand."""
+    monkeypatch.setattr(chunk_module, "num_parts", NUM_PARTS.__getitem__)
+    layer = Layer(SHAPE, 70, dtype)
+    ours, theirs = GdnPool(SHAPE, dtype), GdnPool(SHAPE, dtype)
+    found = prefill(None, ours, layer, layer.projected, [(1, 0, 70)])
+    assert_near(found, prefill(ORACLE, theirs, layer, layer.projected, [(1, 0, 70)]), dtype)
+    ours.assert_near(theirs, dtype)
 
 
 def test_cuts_folds_and_rejected_drafts_change_no_bit() -> None:
@@ -137,6 +150,34 @@ def test_no_rows() -> None:
     assert verify(None, pool, layer, layer.projected, [], 0).shape == (0, SHAPE.value_heads, SHAPE.value_dim)
     assert prefill(None, pool, layer, layer.projected, []).shape == (0, SHAPE.value_heads, SHAPE.value_dim)
     assert pool.ssm.isnan().all()
+
+
+def test_a_prompt_group_without_rows_writes_nothing() -> None:
+    layer = Layer(SHAPE, 5, torch.float32)
+    for table in (None, ORACLE):
+        pool = GdnPool(SHAPE, torch.float32)
+        pool.num_folded[:2] = 64
+        prefill(table, pool, layer, layer.projected, [(0, 64, 0), (1, 0, 0), (2, 0, 5)])
+        assert pool.ssm[:2].isnan().all()
+        assert pool.ring_x[:2].isnan().all()
+        assert pool.num_folded.flatten(1).amax(1).tolist() == [64, 64, 5, 0]
+
+
+def test_a_bad_prompt_row_reaches_no_other_group_and_no_earlier_chunk() -> None:
+    layer = Layer(SHAPE, 150, torch.float32)
+    whole, broken = GdnPool(SHAPE, torch.float32), GdnPool(SHAPE, torch.float32)
+    triples = [(0, 0, 20), (1, 0, 110), (2, 0, 20)]
+    expected = prefill(None, whole, layer, layer.projected, triples)
+    rows = layer.projected.clone()
+    rows[20 + 100] = torch.nan
+    found = prefill(None, broken, layer, rows, triples)
+    is_touched = (found.view(torch.int32) != expected.view(torch.int32)).flatten(1).any(-1)
+    assert not is_touched[: 20 + 64].any()
+    assert not is_touched[130:].any()
+    assert found[120:130].isnan().all()
+    for slot in (0, 2):
+        assert torch.equal(broken.ssm[slot], whole.ssm[slot])
+    assert broken.ssm[1].isnan().all()
 
 
 def test_refusals() -> None:
