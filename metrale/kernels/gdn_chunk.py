@@ -37,8 +37,8 @@ SOLVE_KEYS = 16
 SOLVE_WARPS = 8
 BLOCK_DK = 64
 BLOCK_DV = 32
-"""Value rows of a program; half of them with float32 rows."""
 NUM_WARPS = 4
+"""Value rows and warps of a program; with float32 rows half the value rows and twice the warps."""
 
 
 @kernel(
@@ -55,6 +55,8 @@ def _solve_kernel(
     chunks_ptr,
     inverse_ptr,  # [PARTS, T, Hv, CHUNK]
     scores_ptr,  # [PARTS, T, Hv, CHUNK]
+    q_parts_ptr,  # [ROW_PARTS, T, Hk, dk], where that is more than one
+    k_parts_ptr,
     num_rows_total,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
@@ -64,6 +66,7 @@ def _solve_kernel(
     BLOCK: tl.constexpr,
     DOUBLINGS: tl.constexpr,  # from a block to the chunk
     PARTS: tl.constexpr,
+    ROW_PARTS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
     i_head = tl.program_id(0)
@@ -87,6 +90,7 @@ def _solve_kernel(
     part_stride = num_rows_total.to(tl.int64) * (NUM_VALUE_HEADS * CHUNK)
     mask_tt = mask_t[:, None] & (offs_t < CHUNK)[None, :]
     at_k = (row * NUM_KEY_HEADS + i_key_head) * KEY_DIM
+    row_stride = num_rows_total.to(tl.int64) * (NUM_KEY_HEADS * KEY_DIM)
     scores = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     for i in range(0, KEY_DIM, BLOCK_DK):
         offs_k = i + tl.arange(0, BLOCK_DK)
@@ -94,6 +98,10 @@ def _solve_kernel(
         mask_tk = mask_t[:, None] & (offs_k < KEY_DIM)[None, :]
         q = tl.load(q_ptr + at_k + offs_tk, mask=mask_tk, other=0.0)
         k = tl.load(k_ptr + at_k + offs_tk, mask=mask_tk, other=0.0)
+        if ROW_PARTS > 1:
+            mask_split = only_if(i_head % (NUM_VALUE_HEADS // NUM_KEY_HEADS) == 0, mask_tk)
+            store_parts(q_parts_ptr + at_k + offs_tk, q, mask_split, row_stride, ROW_PARTS)
+            store_parts(k_parts_ptr + at_k + offs_tk, k, mask_split, row_stride, ROW_PARTS)
         scores += product(split(q, PARTS), transposed(split(k, PARTS)), PARTS, IS_INTERPRETED)
     store_parts(scores_ptr + at_h * CHUNK + offs_tt, scores * decay, mask_tt, part_stride, PARTS)
 
@@ -155,13 +163,13 @@ def _gdn_chunk_kernel(
     NUM_TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    ROW_PARTS: tl.constexpr,  # of q and k
     IS_INTERPRETED: tl.constexpr,
 ):
     i_head = tl.program_id(0)
     i_block = tl.program_id(1)
     i_group = tl.program_id(2)
     i_key_head = i_head // (NUM_VALUE_HEADS // NUM_KEY_HEADS)
-    slot = tl.load(slots_ptr + i_group).to(tl.int64)
     start = tl.load(starts_ptr + i_group)
     first_row = tl.load(cu_rows_ptr + i_group).to(tl.int64)
     num_rows = tl.load(cu_rows_ptr + i_group + 1) - first_row.to(tl.int32)
@@ -171,14 +179,16 @@ def _gdn_chunk_kernel(
     offs_t = tl.arange(0, CHUNK)
     mask_v = offs_v < VALUE_DIM
     # the state transposed, in parts of [keys, values]
-    p_state = ssm_ptr + (slot * NUM_VALUE_HEADS + i_head) * (VALUE_DIM * KEY_DIM)
-    p_state += offs_v[None, :] * KEY_DIM + offs_k[:, None]
+    offs_state = offs_v[None, :] * KEY_DIM + offs_k[:, None]
+    at_head = tl.load(slots_ptr + i_group).to(tl.int64) * NUM_VALUE_HEADS + i_head
+    p_state = ssm_ptr + at_head * (VALUE_DIM * KEY_DIM) + offs_state
     state = ()
     for i in tl.static_range(BLOCKS_DK):
         mask_state = (i * BLOCK_DK + offs_k < KEY_DIM)[:, None] & mask_v[None, :]
         part = tl.load(p_state + i * BLOCK_DK, mask=only_if(start > 0, mask_state), other=0.0)
         state = state + (part,)
     part_stride = num_rows_total.to(tl.int64) * (NUM_VALUE_HEADS * CHUNK)
+    row_stride = num_rows_total.to(tl.int64) * (NUM_KEY_HEADS * KEY_DIM)
     for i_row in range(0, num_rows, CHUNK):
         mask_t = i_row + offs_t < num_rows
         mask_tv = mask_t[:, None] & mask_v[None, :]
@@ -197,11 +207,11 @@ def _gdn_chunk_kernel(
         asked = tl.zeros((CHUNK, BLOCK_DV), dtype=tl.float32)
         for i in tl.static_range(BLOCKS_DK):
             mask_tk = mask_t[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
-            k = tl.load(k_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
-            seen += product(split(k, PARTS), split(state[i], PARTS), PARTS, IS_INTERPRETED)
+            k = load_parts(k_ptr + i * BLOCK_DK + offs_tk, mask_tk, row_stride, ROW_PARTS)
+            seen += product(k, split(state[i], PARTS), PARTS, IS_INTERPRETED)
             keep_order(PARTS)
-            q = tl.load(q_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
-            asked += product(split(q, PARTS), split(state[i], PARTS), PARTS, IS_INTERPRETED)
+            q = load_parts(q_ptr + i * BLOCK_DK + offs_tk, mask_tk, row_stride, ROW_PARTS)
+            asked += product(q, split(state[i], PARTS), PARTS, IS_INTERPRETED)
         v = tl.load(v_ptr + offs_tv, mask=mask_tv, other=0.0).to(tl.float32)
         known = split(v - kept * seen, PARTS)
         keep_order(PARTS)
@@ -215,19 +225,22 @@ def _gdn_chunk_kernel(
         after = ()
         for i in tl.static_range(BLOCKS_DK):
             mask_tk = mask_t[:, None] & (i * BLOCK_DK + offs_k < KEY_DIM)[None, :]
-            k = tl.load(k_ptr + i * BLOCK_DK + offs_tk, mask=mask_tk, other=0.0)
+            k = load_parts(k_ptr + i * BLOCK_DK + offs_tk, mask_tk, row_stride, ROW_PARTS)
             keep_order(PARTS)
-            grown = product(transposed(split(k, PARTS)), deltas, PARTS, IS_INTERPRETED)
+            grown = product(transposed(k), deltas, PARTS, IS_INTERPRETED)
             after = after + (state[i] * tl.exp(whole) + grown,)
         state = after
     if num_rows > 0:
+        # found again: kept through the loop it would not fit into the registers
+        at_head = tl.load(slots_ptr + i_group).to(tl.int64) * NUM_VALUE_HEADS + i_head
+        p_state = ssm_ptr + at_head * (VALUE_DIM * KEY_DIM) + offs_state
         for i in tl.static_range(BLOCKS_DK):
             mask_state = (i * BLOCK_DK + offs_k < KEY_DIM)[:, None] & mask_v[None, :]
             tl.store(p_state + i * BLOCK_DK, state[i], mask=mask_state)
         if i_block == 0:
-            p_folded = num_folded_ptr + (slot * NUM_VALUE_HEADS + i_head) * NUM_TILES
+            p_folded = num_folded_ptr + at_head * NUM_TILES
             for i_tile in tl.static_range(NUM_TILES):
-                tl.store(p_folded + i_tile, start + num_rows)
+                tl.store(p_folded + i_tile, tl.load(starts_ptr + i_group) + num_rows)
 
 
 def gdn_chunk(
@@ -259,11 +272,12 @@ def gdn_chunk(
 
     The first launch inverts the system of every chunk and head, 16 x 16 blocks on the diagonal by substitution, then
     blocks of twice the size from their halves; no power of the matrix is taken, which would overflow for keys that are
-    alike. It leaves inverses and scores in 256 bytes a part, row and value head each (in all T Hv 1024 bytes with bf16 rows,
-    T Hv 1536 with float32). The second walks the chunks of a group for BLOCK_DV value rows of one head, half of them with
-    float32 rows. Products run on the units that
-    multiply bf16 and are added in float32; a float32 operand is the sum of 3 bf16 parts with float32 rows and of 2 with
-    bf16 rows (`products`), which lose 2^-22 and 2^-15 of a product's terms.
+    alike. It leaves inverses and scores in 256 bytes a part, row and value head (in all T Hv 512 bytes with bf16 rows,
+    T Hv 768 with float32) and, with float32 rows, the parts of queries and keys (12 T Hk dk bytes), which every program
+    of the second would split again. The second walks the chunks of a group for BLOCK_DV value rows of one head, half of
+    them with float32 rows. Products run on the units that multiply bf16 and are added in float32; a float32 operand is
+    the sum of 3 bf16 parts with float32 rows and of 2 with bf16 rows (`products`), which lose 2^-22 and 2^-15 of a
+    product's terms.
 
     A group without rows writes nothing. A chunk's rows are one product: what is no number in one of them may reach all 64,
     and no other chunk but those after it in its group.
@@ -300,13 +314,19 @@ def gdn_chunk(
     inverse, scores = g.new_empty(
         2, parts, num_rows, num_value_heads, CHUNK, dtype=torch.float32 if parts == 1 else torch.bfloat16
     )
-    block_dv = BLOCK_DV if q.dtype is torch.bfloat16 else BLOCK_DV // 2
+    q_parts, k_parts = q, k
+    row_parts = parts if q.dtype is torch.float32 else 1
+    if row_parts > 1:
+        q_parts, k_parts = q.new_empty(2, row_parts * num_rows, num_key_heads, key_dim, dtype=torch.bfloat16)
+    is_wide = q.dtype is torch.float32
+    block_dv = BLOCK_DV // 2 if is_wide else BLOCK_DV
     block_dv = min(block_dv, max(16, next_power_of_2(value_dim)))
     sizes = {
         "NUM_KEY_HEADS": num_key_heads,
         "NUM_VALUE_HEADS": num_value_heads,
         "KEY_DIM": key_dim,
         "PARTS": parts,
+        "ROW_PARTS": row_parts,
         "CHUNK": CHUNK,
         "IS_INTERPRETED": IS_INTERPRETED,
     }
@@ -321,6 +341,8 @@ def gdn_chunk(
         chunks,
         inverse,
         scores,
+        q_parts,
+        k_parts,
         num_rows,
         **sizes,
         BLOCK_DK=SOLVE_KEYS,
@@ -333,8 +355,8 @@ def gdn_chunk(
     launch(
         _gdn_chunk_kernel,
         (num_value_heads, ceil_div(value_dim, block_dv), groups.num_groups),
-        q,
-        k,
+        q_parts,
+        k_parts,
         v,
         g,
         inverse,
@@ -352,7 +374,7 @@ def gdn_chunk(
         BLOCK_DK=min(BLOCK_DK, max(16, next_power_of_2(key_dim))),
         BLOCK_DV=block_dv,
         NUM_TILES=tiles,
-        num_warps=NUM_WARPS,
+        num_warps=2 * NUM_WARPS if is_wide else NUM_WARPS,
         num_stages=1,
         enable_fp_fusion=True,
     )

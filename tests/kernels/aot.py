@@ -171,9 +171,10 @@ def _read_cuda(cubin: bytes) -> tuple[int, int, str]:
 
 
 def _read_hip(text: str) -> tuple[int, int, str]:
-    """(vector registers, bytes of spills and scratch, machine code) of a program's assembly."""
+    """(vector registers, bytes of memory a lane, machine code) of a program's assembly.
+
+    Scalars kept in lanes of a vector register are no spill: they take no memory, and the register is counted.
+    """
     found = {name: int(size) for name, size in re.findall(r"\.(\w+):\s+(\d+)\n", text)}
-    spilled = (
-        4 * (found["vgpr_spill_count"] + found["sgpr_spill_count"]) + found["private_segment_fixed_size"]
-    )
+    spilled = max(4 * found["vgpr_spill_count"], found["private_segment_fixed_size"])
     return found["vgpr_count"], spilled, text
