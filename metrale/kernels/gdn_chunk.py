@@ -230,7 +230,7 @@ def _gdn_chunk_kernel(
             grown = product(transposed(k), deltas, PARTS, IS_INTERPRETED)
             after = after + (state[i] * tl.exp(whole) + grown,)
         state = after
-    if num_rows > 0:
+    if (num_rows > 0) | (start == 0):
         # found again: kept through the loop it would not fit into the registers
         at_head = tl.load(slots_ptr + i_group).to(tl.int64) * NUM_VALUE_HEADS + i_head
         p_state = ssm_ptr + at_head * (VALUE_DIM * KEY_DIM) + offs_state
@@ -279,7 +279,7 @@ def gdn_chunk(
     the sum of 3 bf16 parts with float32 rows and of 2 with bf16 rows (`products`), which lose 2^-22 and 2^-15 of a
     product's terms.
 
-    A group without rows writes nothing. A chunk's rows are one product: what is no number in one of them may reach all 64,
+    A group without rows leaves its state as it is, zeros at start 0. A chunk's rows are one product: what is no number in one of them may reach all 64,
     and no other chunk but those after it in its group.
 
     Requires: contiguous 16-byte aligned tensors; group starts at a multiple of 64 with nothing pending.

@@ -123,7 +123,7 @@ def gdn_chunk(
     The equations of `metrale.reference.gdn.gdn_chunk`. Chunks stand at absolute multiples of 64; a row reads the rows
     before it in its chunk and the chunk's first state alone, so its bits do not depend on how the prompt was cut.
 
-    A group without rows writes nothing.
+    A group without rows leaves its state as it is, zeros at start 0.
 
     Requires: contiguous tensors; group starts at a multiple of 64 with nothing pending (num_folded == start, or
     start == 0, which means the zero state).

@@ -100,7 +100,7 @@ def gdn_chunk(
     j <= i of e^(G_i - G_j) (k_j.q_i) u_j. Chunks stand at absolute multiples of 64 and the last one is padded with rows
     that neither read nor write, so a row's bits do not depend on how the prompt was cut into steps.
 
-    A group without rows writes nothing. A chunk's rows are one product: what is no number in one of them may reach all 64,
+    A group without rows leaves its state as it is, zeros at start 0. A chunk's rows are one product: what is no number in one of them may reach all 64,
     and no other chunk but those after it in its group.
 
     Requires: group starts at a multiple of 64 with nothing pending (num_folded == start, or start == 0).
@@ -113,8 +113,6 @@ def gdn_chunk(
             raise ValueError(
                 f"gdn_chunk: group at row {group.start} needs a multiple of {CHUNK} with nothing pending"
             )
-        if not group.num_rows:
-            continue
         state = ssm[group.slot].clone() if group.start else ssm.new_zeros(ssm.shape[1:])
         end = group.first_row + group.num_rows
         for first in range(group.first_row, end, CHUNK):

@@ -54,7 +54,8 @@ class Batch(NamedTuple):
 
 
 BATCHES = (
-    *(Batch((n,)) for n in (1, 2, 15, 16, 17, 48)),
+    *(Batch((n,)) for n in (1, 2, 15, 16, 17)),
+    Batch((48,), ring=96),
     Batch((1, 1, 16), num_slots=5),
     Batch((16, 0, 17), start=192, num_slots=16, ring=48),
     Batch((3, 1), start=64, skipped=1, ring=33),

@@ -48,13 +48,13 @@ def step(
     )
 
 
-def test_a_prompt_group_without_rows_writes_nothing() -> None:
+def test_a_prompt_group_without_rows_has_the_zero_state() -> None:
     pool, rows = GdnPool(SHAPE), Rows(SHAPE, 3)
     pool.ssm.fill_(torch.nan)
     gdn_chunk(
         rows.q, rows.k, rows.v, rows.g, rows.beta, pool.ssm, pool.num_folded, groups([(0, 0, 0), (1, 0, 3)])
     )
-    assert pool.ssm[0].isnan().all()
+    assert not pool.ssm[0].any()
     assert pool.ssm[1].isfinite().all()
 
 

@@ -109,7 +109,6 @@ int metrale_gdn_chunk(const gdn_chunk_arguments *a) {
   c.total = c.qk + CHUNK * CHUNK, c.decay = c.total + CHUNK, c.weights = c.decay + CHUNK;
   for (int64_t n = 0; n < a->groups.count; n++) {
     int64_t slot = a->groups.slots[n], start = a->groups.starts[n], end = a->groups.cu_rows[n + 1];
-    if (!group_rows(&a->groups, n)) continue;
     for (int64_t h = 0; h < a->value_heads; h++) {
       int64_t kh = h / ratio;
       c.state = a->ssm + (slot * a->value_heads + h) * state_floats;

@@ -152,15 +152,17 @@ def test_no_rows() -> None:
     assert pool.ssm.isnan().all()
 
 
-def test_a_prompt_group_without_rows_writes_nothing() -> None:
+def test_a_prompt_group_without_rows_keeps_its_state() -> None:
     layer = Layer(SHAPE, 5, torch.float32)
     for table in (None, ORACLE):
         pool = GdnPool(SHAPE, torch.float32)
         pool.num_folded[:2] = 64
+        pool.ssm[0] = 0.5
         prefill(table, pool, layer, layer.projected, [(0, 64, 0), (1, 0, 0), (2, 0, 5)])
-        assert pool.ssm[:2].isnan().all()
+        assert (pool.ssm[0] == 0.5).all()
+        assert (pool.ssm[1] == 0.0).all()
         assert pool.ring_x[:2].isnan().all()
-        assert pool.num_folded.flatten(1).amax(1).tolist() == [64, 64, 5, 0]
+        assert pool.num_folded.flatten(1).amax(1).tolist() == [64, 0, 5, 0]
 
 
 def test_a_bad_prompt_row_reaches_no_other_group_and_no_earlier_chunk() -> None:
